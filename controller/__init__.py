@@ -1,0 +1,1 @@
+"""The control plane: registry, autoscaler, rollouts, scalers."""

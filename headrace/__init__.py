@@ -1,0 +1,1 @@
+"""What a person runs and imports: the CLI, the Python client, the local stack."""

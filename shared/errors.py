@@ -1,0 +1,157 @@
+"""Every error that a caller of Headrace can see, as a tree. Codes are stable; texts are not.
+
+    HeadraceError
+    +-- BadRequest              400 invalid_request          the body or a parameter is wrong; `param` names it by path
+    |   +-- ContextLength       400 context_length_exceeded  prompt (and max_tokens) over the model's length
+    |   +-- Unsupported         400 unsupported_parameter    known to the API, not served by this model or engine
+    |   +-- VersionConflict     400 version_conflict         X-Version-Pin and `model@version` differ
+    +-- NotFound                404 not_found                no such route or object
+    |   +-- ModelNotFound       404 model_not_found          unknown model
+    |   +-- VersionNotFound     404 version_not_found        unknown version or alias of a known model
+    |   +-- VersionRetired      404 version_retired          the version was taken out of service
+    +-- Conflict                409 version_exists           same version, other bytes
+    +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
+    +-- QueueFull               429 queue_full               the tenant's queue or the stream is at its limit
+    +-- Internal                500 internal_error           a defect of ours; the request id finds it in the logs
+    |   +-- EngineFailed        500 engine_failed            the engine raised on this request
+    |   +-- Poisoned            500 request_poisoned         the request ended four workers; it is in the DLQ
+    |   +-- Diverged            500 diverged                 a resumed stream could not be reproduced
+    |   +-- StreamGone          500 stream_gone              the request is no longer stored and its body is not known
+    +-- Unavailable             503 bus_unavailable          JetStream cannot be reached or refuses to store
+    |   +-- VersionFailed       503 version_failed           the version cannot be loaded; the message says why
+    |   +-- NoCapacity          503 no_capacity              max_replicas is 0
+    |   +-- ObjectsUnavailable  503 objects_unavailable      the object store cannot be reached
+    |   +-- Draining            503 draining                 this process is shutting down
+    +-- QueueDeadline           504 queue_deadline           nobody took the request in time
+    +-- GenerationDeadline      504 generation_deadline      the generation did not finish in time
+    +-- Cancelled               499 cancelled                the caller went away or asked for it
+"""
+
+from typing import ClassVar
+
+
+class HeadraceError(Exception):
+    """An error with a stable `code`, an HTTP `status` and whether the same request may succeed later (`retryable`)."""
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after  # seconds
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The error as every front door shows it."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class BadRequest(HeadraceError):
+    code, status, type = "invalid_request", 400, "invalid_request_error"
+
+
+class ContextLength(BadRequest):
+    code = "context_length_exceeded"
+
+
+class Unsupported(BadRequest):
+    code = "unsupported_parameter"
+
+
+class VersionConflict(BadRequest):
+    code = "version_conflict"
+
+
+class NotFound(HeadraceError):
+    code, status, type = "not_found", 404, "not_found_error"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class VersionNotFound(NotFound):
+    code = "version_not_found"
+
+
+class VersionRetired(NotFound):
+    code = "version_retired"
+
+
+class Conflict(HeadraceError):
+    code, status, type = "version_exists", 409, "conflict_error"
+
+
+class TooLarge(HeadraceError):
+    code, status, type = "request_too_large", 413, "invalid_request_error"
+
+
+class QueueFull(HeadraceError):
+    code, status, type, retryable = "queue_full", 429, "rate_limit_error", True
+
+
+class Internal(HeadraceError):
+    pass
+
+
+class EngineFailed(Internal):
+    code = "engine_failed"
+
+
+class Poisoned(Internal):
+    code = "request_poisoned"
+
+
+class Diverged(Internal):
+    code = "diverged"
+
+
+class StreamGone(Internal):
+    code = "stream_gone"
+
+
+class Unavailable(HeadraceError):
+    code, status, type, retryable = "bus_unavailable", 503, "server_error", True
+
+
+class VersionFailed(Unavailable):
+    code, retryable = "version_failed", False
+
+
+class NoCapacity(Unavailable):
+    code, retryable = "no_capacity", False
+
+
+class ObjectsUnavailable(Unavailable):
+    code = "objects_unavailable"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+
+class QueueDeadline(HeadraceError):
+    code, status, type, retryable = "queue_deadline", 504, "server_error", True
+
+
+class GenerationDeadline(HeadraceError):
+    code, status, type = "generation_deadline", 504, "server_error"
+
+
+class Cancelled(HeadraceError):
+    code, status, type = "cancelled", 499, "server_error"
+
+
+def _tree(root: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+def by_code(code: str, message: str, param: str | None = None) -> HeadraceError:
+    """The error that came over the wire as (code, message, param); an unknown code becomes Internal."""
+    return _tree(HeadraceError).get(code, Internal)(message, param=param)

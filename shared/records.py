@@ -1,0 +1,85 @@
+"""What the KV buckets hold. One writer each: the registry (models, routes), a worker (its lease)."""
+
+import msgspec
+
+
+class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
+    """How a version is served; `--set NAME=VALUE` of `headrace models push`."""
+
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    max_model_len: int | None = None  # tokens; None: the model's own
+    slots: int | None = None  # sequences in a batch; None: from memory
+    kv_blocks: int | None = None  # blocks of 16 tokens; None: from memory
+    prefill_chunk: int = 512  # prompt tokens in one step at most
+
+
+class VersionLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
+    min_replicas: int = 0
+    max_replicas: int | None = None  # None: as many as there are devices
+    idle_seconds: float | None = None  # None: the controller's setting
+
+
+class Version(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A version of a model, in the bucket `models` under key(model, version). Immutable but for state and reason."""
+
+    model: str
+    version: str
+    state: str  # registered | available | failed | retired
+    source: str  # "sim:<profile>", or "s3" with the manifest beside the files
+    manifest_sha256: str = ""
+    max_model_len: int = 0  # tokens, for early refusals
+    engine: EngineSettings = EngineSettings()
+    limits: VersionLimits = VersionLimits()
+    created: int = 0  # unix seconds
+    reason: str = ""  # why it failed
+
+
+class Weight(msgspec.Struct, frozen=True, array_like=True):
+    version: str
+    basis_points: int
+
+
+class Route(msgspec.Struct, frozen=True):
+    """How a model's plain name and its aliases resolve, in the bucket `routes` under key(model)."""
+
+    model: str
+    aliases: dict[str, str]
+    weights: list[Weight]  # in basis points, 10,000 together
+
+
+class Lease(msgspec.Struct, kw_only=True):
+    """What a worker says of itself every second, in the bucket `workers` under its id, with a TTL."""
+
+    worker: str
+    model: str
+    version: str
+    state: str  # starting | active | draining | failed
+    pid: int
+    host: str
+    started: float  # unix seconds
+    metrics_port: int = 0
+    reason: str = ""  # of failed
+    permanent: bool = False  # of failed: another try cannot help
+    slots: int = 0
+    running: int = 0  # sequences in the batch
+    waiting: int = 0  # claimed, not in the batch
+    claims: int = 0  # messages held that are not acked
+    blocks_used: int = 0
+    blocks_total: int = 0
+    busy_at: float = 0.0  # unix seconds when it last held a claim
+    cold_start: dict[str, float] = {}  # seconds by phase: process, imports, fetch, load, first_token
+
+
+encode = msgspec.json.encode
+
+
+def decode_version(raw: bytes) -> Version:
+    return msgspec.json.decode(raw, type=Version)
+
+
+def decode_route(raw: bytes) -> Route:
+    return msgspec.json.decode(raw, type=Route)
+
+
+def decode_lease(raw: bytes) -> Lease:
+    return msgspec.json.decode(raw, type=Lease)

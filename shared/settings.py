@@ -1,0 +1,127 @@
+"""Every setting and limit, with its unit in its name, from `HEADRACE_*` and from `headrace.toml`.
+
+`load()` reads, in rising precedence: the defaults below, `<data_dir>/headrace.toml`, the environment (`HEADRACE_NATS_URL`
+for `nats_url`). A value that does not fit its type is a SettingsError that names the setting and its source.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+PREFIX = "HEADRACE_"
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class SettingsError(Exception):
+    """A setting has a value that cannot be used."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of all processes; a process reads the ones it needs."""
+
+    data_dir: str = ".headrace"
+    log_level: str = "info"
+
+    # servers
+    http_host: str = "127.0.0.1"
+    http_port: int = 8000
+    nats_url: str = "nats://127.0.0.1:4222"
+    nats_replicas: int = 1
+    s3_endpoint: str = "http://127.0.0.1:8333"
+    s3_bucket: str = "headrace"
+    s3_region: str = "us-east-1"
+    s3_access_key: str = ""
+    s3_secret_key: str = ""
+    lifeline_fd: int | None = None  # read end of the stack's pipe: at its EOF the process ends
+
+    # the request
+    request_bytes_max: int = 8 * MIB
+    queue_deadline_s: float = 300.0
+    generation_deadline_s: float = 600.0
+    prompt_bytes_per_token_max: int = 16  # more bytes than this times the model's length are refused at once
+    tenant_queue_max: int = 1000  # published and not yet accepted, per tenant and ingress
+    choices_max: int = 16
+    stop_strings_max: int = 4
+    keepalive_s: float = 10.0
+    head_hold_s: float = 1.0
+    stream_buffer_bytes_max: int = MIB  # unread by one slow client; over it, relaying to that client waits
+
+    # the wire
+    lease_ttl_s: float = 5.0
+    lease_every_s: float = 1.0
+    ack_wait_s: float = 5.0
+    in_progress_every_s: float = 1.5
+    pull_expires_s: float = 3.0
+    pull_heartbeat_s: float = 1.0
+    silence_s: float = 0.5
+    attach_timeout_s: float = 1.0
+    resend_s: float = 1.0
+    seek_every_s: float = 1.0
+    seek_every_max_s: float = 5.0
+    orphan_grace_s: float = 15.0
+    nak_hold_s: float = 1.0  # after the requester's own reconnect
+    history_kept_s: float = 60.0
+    deaths_max: int = 4
+    deliveries_max: int = 100
+    dedupe_window_s: float = 600.0
+    req_max_age_s: float = 3600.0
+    req_bytes_max: int = 8 * GIB
+    req_messages_per_subject_max: int = 10_000
+    req_consumers_max: int = 5000
+    publish_timeout_s: float = 5.0
+
+    # the worker
+    cache_dir: str = ""  # default: <data_dir>/cache
+    cache_bytes_max: int = 64 * GIB
+    fetch_retry_s: float = 60.0  # how long a worker keeps trying an object store that does not answer
+    metrics_port: int = 0  # 0: a free one, named in the lease
+    drain_budget_s: float = 30.0
+    step_ms_max: float = 30_000.0
+    torch_threads: int = 0  # 0: the cores this process may use
+
+    # the controller
+    tick_s: float = 0.25
+    idle_seconds: float = 300.0
+    start_seconds_max: float = 600.0
+    start_failures_max: int = 3
+
+    @property
+    def data_path(self) -> Path:
+        return Path(self.data_dir).absolute()
+
+    @property
+    def cache_path(self) -> Path:
+        return Path(self.cache_dir).absolute() if self.cache_dir else self.data_path / "cache"
+
+
+def load(environ: Mapping[str, str] = os.environ, **overrides: object) -> Settings:
+    """The settings of this process. `overrides` (from the command line) come last; None means not given."""
+    names = Settings.__struct_fields__
+    given = {name: environ[PREFIX + name.upper()] for name in names if environ.get(PREFIX + name.upper())}
+    given |= {name: value for name, value in overrides.items() if value is not None}
+    data_dir = Path(str(given.get("data_dir", Settings().data_dir)))
+    file = data_dir / "headrace.toml"
+    merged: dict[str, object] = {}
+    if file.exists():
+        try:
+            merged |= tomllib.loads(file.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise SettingsError(f"{file}: {error}") from error
+    try:
+        return msgspec.convert(merged | given, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{error} (from {file if file.exists() else 'the environment'})") from error
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """The settings as variables for a child process: what differs from the defaults."""
+    defaults = Settings()
+    return {
+        PREFIX + name.upper(): str(value)
+        for name in settings.__struct_fields__
+        if (value := getattr(settings, name)) != getattr(defaults, name) and value is not None
+    }

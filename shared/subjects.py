@@ -1,0 +1,117 @@
+"""Every stream, subject, consumer and bucket name of Headrace, and the escaping of tokens in them.
+
+No other module spells one of these. The grammar is docs/protocol.md, "Names".
+"""
+
+import hashlib
+import re
+
+REQ_STREAM = "REQ"
+DLQ_STREAM = "DLQ"
+REQ_SUBJECTS = "q.>"
+DLQ_SUBJECTS = "dlq.>"
+
+MODELS_BUCKET = "models"
+ROUTES_BUCKET = "routes"
+WORKERS_BUCKET = "workers"
+INGRESSES_BUCKET = "ingresses"
+
+INGRESS_OWNER = "ingress"
+LOCAL_TENANT = "local"
+LANE_FAST = "fast"
+
+NAME_BYTES_MAX = 128
+
+_PLAIN = re.compile(rb"[A-Za-z0-9_-]")
+_ESCAPE = re.compile(r"=([0-9A-F]{2})")
+
+
+def encode_token(name: str) -> str:
+    """`name` as one token, valid in NATS subjects and in KV keys: each UTF-8 byte outside [A-Za-z0-9_-] becomes `=XX`.
+
+    Raises ValueError for an empty name and for one longer than 128 bytes.
+    """
+    raw = name.encode()
+    if not raw or len(raw) > NAME_BYTES_MAX:
+        raise ValueError(f"a name has 1 to {NAME_BYTES_MAX} bytes, this one has {len(raw)}")
+    return "".join(chr(byte) if _PLAIN.match(bytes([byte])) else f"={byte:02X}" for byte in raw)
+
+
+def decode_token(token: str) -> str:
+    """The name that `encode_token` made `token` of."""
+    raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), token)
+    return raw.encode("latin-1").decode()
+
+
+def key(*names: str) -> str:
+    """The KV key of `names`: their tokens joined by `.`."""
+    return ".".join(encode_token(name) for name in names)
+
+
+def names_of(kv_key: str) -> list[str]:
+    """The names that `key` joined."""
+    return [decode_token(token) for token in kv_key.split(".")]
+
+
+def request(model: str, version: str, lane: str, tenant: str) -> str:
+    """Where a request is published: `q.<model>.<version>.<lane>.<tenant>`."""
+    return f"q.{encode_token(model)}.{encode_token(version)}.{lane}.{encode_token(tenant)}"
+
+
+def requests_of_lane(model: str, version: str, lane: str) -> str:
+    """The filter of the lane's consumer: every tenant of (model, version, lane)."""
+    return f"q.{encode_token(model)}.{encode_token(version)}.{lane}.*"
+
+
+def requests_of_version(model: str, version: str) -> str:
+    """Every request of (model, version), whatever lane and tenant."""
+    return f"q.{encode_token(model)}.{encode_token(version)}.>"
+
+
+def tenant_of_request(subject: str) -> str:
+    """The tenant of a request's subject. Identity is the subject's token, never a header."""
+    return decode_token(subject.rsplit(".", 1)[1])
+
+
+def consumer(lane: str, filter_subject: str) -> str:
+    """The durable consumer of a filter: `<lane>-` and 32 hex digits of blake2b(filter subject)."""
+    return f"{lane}-{hashlib.blake2b(filter_subject.encode(), digest_size=16).hexdigest()}"
+
+
+def dead_letter(model: str, version: str, tenant: str) -> str:
+    """Where a request that was given up is kept: `dlq.<model>.<version>.<tenant>`."""
+    return f"dlq.{encode_token(model)}.{encode_token(version)}.{encode_token(tenant)}"
+
+
+def frame_address(owner: str, client: str) -> str:
+    """Where a requester process listens for accepted, frames and answers: `tok.<owner>.<client>`."""
+    return f"tok.{encode_token(owner)}.{client}"
+
+
+def worker_control(worker: str) -> str:
+    """Where attach and release reach one worker."""
+    return f"ctl.worker.{worker}.items"
+
+
+def worker_drain(worker: str) -> str:
+    """Where the controller tells one worker to drain."""
+    return f"ctl.worker.{worker}.drain"
+
+
+def attach_broadcast(model: str, version: str) -> str:
+    """Where attach reaches every worker of a version."""
+    return f"ctl.model.{encode_token(model)}.{encode_token(version)}.attach"
+
+
+def wake(model: str, version: str) -> str:
+    """The hint of a publisher that a version has work: core NATS, empty body."""
+    return f"wake.{encode_token(model)}.{encode_token(version)}"
+
+
+WAKE_ALL = "wake.*.*"
+
+
+def version_of_wake(subject: str) -> tuple[str, str]:
+    """(model, version) of a wake subject."""
+    _, model, version = subject.split(".")
+    return decode_token(model), decode_token(version)

@@ -1,0 +1,213 @@
+"""The messages on the bus, wire version 1. Grammar and rules: docs/protocol.md. Encoded as msgpack.
+
+A requester (an ingress, the Python client) publishes a `Request` to the stream REQ. A worker answers on the requester's
+frame address with `FromWorker` (accepted, frame, ok, wait, no); the requester speaks to workers with `ToWorker` (attach,
+release). Both are batches: one message per step or wake-up and address, whatever number of requests it speaks of.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+WIRE_VERSION = "1"
+
+HEADER_WIRE = "Hr-Wire"
+HEADER_REPLY = "Hr-Reply"  # the frame address: JetStream keeps the publisher's own reply subject for its ack
+HEADER_QUEUE_DEADLINE = "Hr-Queue-Deadline"  # unix ms
+HEADER_QUEUE_MS = "Hr-Queue-Ms"  # what was left of it when published, ms
+HEADER_GENERATION_MS = "Hr-Generation-Ms"  # counted from accepted, ms
+HEADER_RESUME = "Hr-Resume"  # "1" on a re-publish
+HEADER_MSG_ID = "Nats-Msg-Id"
+HEADER_TTL = "Nats-TTL"  # whole seconds
+
+
+def new_id() -> str:
+    """128 random bits as 32 hex digits: a rid, a sid, a claim, a client."""
+    return secrets.token_hex(16)
+
+
+class Sampling(msgspec.Struct, omit_defaults=True):
+    """How to choose tokens. The requester fixes `seed` at admission, so that any worker draws the same tokens."""
+
+    max_tokens: int | None = None  # None: up to the model's length
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # 64 bits, unsigned
+    n: int = 1  # choices
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None  # None: none; k >= 0: of the chosen token and of the k most likely
+
+
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """One turn of a conversation, as the chat template takes it."""
+
+    role: str
+    content: str | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class Input(msgspec.Struct, omit_defaults=True):
+    """What to continue: exactly one of the three is set."""
+
+    messages: list[ChatMessage] | None = None
+    prompt: str | None = None
+    token_ids: list[int] | None = None
+
+
+class Request(msgspec.Struct, omit_defaults=True):
+    """The body of a message in REQ. `model` and `version` are resolved: no alias, no pin."""
+
+    rid: str
+    model: str
+    version: str
+    input: Input
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
+
+
+class TopLogprob(msgspec.Struct, array_like=True, gc=False):
+    id: int
+    logprob: float
+    bytes: bytes
+
+
+class Logprob(msgspec.Struct, array_like=True):
+    """Of one output token: its own log probability and the most likely ones, best first."""
+
+    id: int
+    logprob: float
+    bytes: bytes
+    top: list[TopLogprob] = []
+
+
+class Usage(msgspec.Struct, array_like=True, gc=False):
+    prompt_tokens: int
+    completion_tokens: int  # of all choices
+    cached_tokens: int = 0
+
+
+class WireError(msgspec.Struct, array_like=True, gc=False):
+    """An error of `shared.errors`, by its code."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+# -- worker -> requester, on the frame address -------------------------------------------------------------------------
+
+
+class Accepted(msgspec.Struct, tag="a", array_like=True, gc=False):
+    """A worker holds the message. Repeated every second until somebody attaches."""
+
+    rid: str
+    claim: str
+    seq: int  # of the message in REQ
+    ack: str  # its ack subject; only for owners that are trusted
+    queued_ms: int
+
+
+class Frame(msgspec.Struct, tag="f", array_like=True):
+    """Tokens `index`, `index + 1`, ... of one choice: `ids` and, one for each, `text` (what that token added)."""
+
+    rid: str
+    claim: str
+    sid: str
+    choice: int
+    index: int
+    ids: list[int]
+    text: list[str]
+    logprobs: list[Logprob] | None = None  # one for each of `ids`
+    finish: str | None = None  # "stop" | "length": this choice is complete
+    usage: Usage | None = None  # with the finish of the last choice
+    error: WireError | None = None  # ends the request
+
+
+class Ok(msgspec.Struct, tag="o", array_like=True):
+    """Answer to attach: this claim sends to `sid` from the attach's next on. `ids` are those before it, per choice."""
+
+    rid: str
+    claim: str
+    sid: str
+    seq: int
+    ack: str
+    ids: list[list[int]]
+    remaining_ms: int  # of the generation deadline
+
+
+class Wait(msgspec.Struct, tag="w", array_like=True, gc=False):
+    """Answer to attach: claimed but not started, and this requester cannot say what to start from."""
+
+    rid: str
+    claim: str
+    sid: str
+
+
+class No(msgspec.Struct, tag="n", array_like=True, gc=False):
+    """Answer to attach, or said by a draining worker: not here."""
+
+    rid: str
+    sid: str
+
+
+class FromWorker(msgspec.Struct, array_like=True):
+    worker: str
+    items: list[Accepted | Frame | Ok | Wait | No]
+
+
+# -- requester -> worker -----------------------------------------------------------------------------------------------
+
+
+class Attach(msgspec.Struct, tag="t", array_like=True):
+    """Send me this request's tokens from my own next, under the fresh `sid`.
+
+    `ids` (per choice) is all that the requester has; a requester that only knows a position (Last-Event-ID) gives
+    `next` and `digest` (per choice) instead and leaves `ids` None.
+    """
+
+    rid: str
+    sid: str
+    reply: str
+    ids: list[list[int]] | None
+    next: list[int] | None = None
+    digest: list[str] | None = None
+
+
+class Release(msgspec.Struct, tag="r", array_like=True, gc=False):
+    """Stop sending under `sid`. `done`: the requester needs the request no more; else fenced: another claim serves it."""
+
+    rid: str
+    sid: str
+    reply: str
+    done: bool
+
+
+class ToWorker(msgspec.Struct, array_like=True):
+    items: list[Attach | Release]
+
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_request_msgpack = msgspec.msgpack.Decoder(Request).decode
+decode_request_json = msgspec.json.Decoder(Request).decode
+
+
+def digest(ids: Sequence[int]) -> str:
+    """16 hex digits over the ids of one choice: what `Attach.digest` and an SSE id carry."""
+    raw = b"".join(token.to_bytes(4, "little") for token in ids)
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()

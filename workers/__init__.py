@@ -1,0 +1,1 @@
+"""The worker process: claims requests, runs the engine, sends tokens."""

@@ -1,0 +1,1 @@
+"""The continuous-batching engine. It knows nothing of NATS; scheduler, blocks and fairness know nothing of torch."""

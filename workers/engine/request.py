@@ -1,0 +1,87 @@
+"""What goes into an engine and what comes out of it: data only, and the protocol that every engine keeps."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from shared.wire import Input, Logprob, Sampling, Usage
+
+
+class EngineRequest(msgspec.Struct, kw_only=True):
+    """A prompt to continue. `key` names one run of it: a restarted generation has a fresh key."""
+
+    key: str
+    tenant: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    prefix: list[list[int]] = []  # per choice: output ids generated before (by another worker); [] = none
+
+
+class TokenEvent(msgspec.Struct, kw_only=True):
+    """What one step added to one choice of one run.
+
+    `ids` are all sampled ids, end-of-sequence and stop tokens included; `text[i]` is the text that `ids[i]` released: ""
+    while characters are incomplete or may become a stop string. What was held back is in the last `text` of the finish.
+    A resumed run whose prefix is already complete has one event with no ids and a finish. The text released by the k-th
+    id depends on the first k ids only, never on chunking, neighbours or where the run was resumed.
+    """
+
+    key: str
+    choice: int
+    ids: list[int] = []
+    text: list[str] = []
+    logprobs: list[Logprob] | None = None
+    finish: str | None = None  # "stop" | "length": this choice is complete
+    usage: Usage | None = None  # with the finish of the last choice of the run
+    error: tuple[str, str] | None = None  # (code of shared.errors, message): the whole run ended
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """Fixed once the model is loaded."""
+
+    max_model_len: int  # tokens, prompt and output together
+    slots: int  # sequences that can be in the batch
+    blocks_total: int  # of 16 tokens each
+    device: str
+    dtype: str
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot, consistent to within one step."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    step_started: float  # time.monotonic() when the step now running began; 0.0 between steps (the watchdog reads it)
+
+
+class Engine(Protocol):
+    """Continuous batching on a thread of its own. All methods but `prepare` are cheap and called on the event loop."""
+
+    info: EngineInfo
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_events: Callable[[list[TokenEvent]], None]) -> None:
+        """Start the engine thread. After each step `on_events` runs once on `loop` with that step's events."""
+
+    def stop(self) -> None:
+        """End the thread after the current step and join it."""
+
+    def prepare(self, prompt: Input, sampling: Sampling) -> list[int]:
+        """Prompt ids of an input: chat template, tokenising, checks. Thread-safe and blocking: call it off the loop.
+
+        Raises BadRequest, ContextLength (both numbers in its message) or Unsupported.
+        """
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a run. It starts at a step edge; it ends with a finish for each choice, an error, or `cancel`."""
+
+    def cancel(self, key: str) -> None:
+        """End a run at the next step edge: its slot and blocks are free then, and no more events come. Idempotent."""
+
+    def stats(self) -> EngineStats: ...
