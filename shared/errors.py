@@ -1,30 +1,30 @@
 """Every error that a caller of Headrace can see, as a tree. Codes are stable; texts are not.
 
-    HeadraceError
-    +-- BadRequest              400 invalid_request          the body or a parameter is wrong; `param` names it by path
-    |   +-- ContextLength       400 context_length_exceeded  prompt (and max_tokens) over the model's length
-    |   +-- Unsupported         400 unsupported_parameter    known to the API, not served by this model or engine
-    |   +-- VersionConflict     400 version_conflict         X-Version-Pin and `model@version` differ
-    +-- NotFound                404 not_found                no such route or object
-    |   +-- ModelNotFound       404 model_not_found          unknown model
-    |   +-- VersionNotFound     404 version_not_found        unknown version or alias of a known model
-    |   +-- VersionRetired      404 version_retired          the version was taken out of service
-    +-- Conflict                409 version_exists           same version, other bytes
-    +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
-    +-- QueueFull               429 queue_full               the tenant's queue or the stream is at its limit
-    +-- Internal                500 internal_error           a defect of ours; the request id finds it in the logs
-    |   +-- EngineFailed        500 engine_failed            the engine raised on this request
-    |   +-- Poisoned            500 request_poisoned         the request ended four workers; it is in the DLQ
-    |   +-- Diverged            500 diverged                 a resumed stream could not be reproduced
-    |   +-- StreamGone          500 stream_gone              the request is no longer stored and its body is not known
-    +-- Unavailable             503 bus_unavailable          JetStream cannot be reached or refuses to store
-    |   +-- VersionFailed       503 version_failed           the version cannot be loaded; the message says why
-    |   +-- NoCapacity          503 no_capacity              max_replicas is 0
-    |   +-- ObjectsUnavailable  503 objects_unavailable      the object store cannot be reached
-    |   +-- Draining            503 draining                 this process is shutting down
-    +-- QueueDeadline           504 queue_deadline           nobody took the request in time
-    +-- GenerationDeadline      504 generation_deadline      the generation did not finish in time
-    +-- Cancelled               499 cancelled                the caller went away or asked for it
+HeadraceError
++-- BadRequest              400 invalid_request          the body or a parameter is wrong; `param` names it by path
+|   +-- ContextLength       400 context_length_exceeded  prompt (and max_tokens) over the model's length
+|   +-- Unsupported         400 unsupported_parameter    known to the API, not served by this model or engine
+|   +-- VersionConflict     400 version_conflict         X-Version-Pin and `model@version` differ
++-- NotFound                404 not_found                no such route or object
+|   +-- ModelNotFound       404 model_not_found          unknown model
+|   +-- VersionNotFound     404 version_not_found        unknown version or alias of a known model
+|   +-- VersionRetired      404 version_retired          the version was taken out of service
++-- Conflict                409 version_exists           same version, other bytes
++-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
++-- QueueFull               429 queue_full               the tenant's queue or the stream is at its limit
++-- Internal                500 internal_error           a defect of ours; the request id finds it in the logs
+|   +-- EngineFailed        500 engine_failed            the engine raised on this request
+|   +-- Poisoned            500 request_poisoned         the request ended four workers; it is in the DLQ
+|   +-- Diverged            500 diverged                 a resumed stream could not be reproduced
+|   +-- StreamGone          500 stream_gone              the request is no longer stored and its body is not known
++-- Unavailable             503 bus_unavailable          JetStream cannot be reached or refuses to store
+|   +-- VersionFailed       503 version_failed           the version cannot be loaded; the message says why
+|   +-- NoCapacity          503 no_capacity              max_replicas is 0
+|   +-- ObjectsUnavailable  503 objects_unavailable      the object store cannot be reached
+|   +-- Draining            503 draining                 this process is shutting down
++-- QueueDeadline           504 queue_deadline           nobody took the request in time
++-- GenerationDeadline      504 generation_deadline      the generation did not finish in time
++-- Cancelled               499 cancelled                the caller went away or asked for it
 """
 
 from typing import ClassVar

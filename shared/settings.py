@@ -101,7 +101,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def load(environ: Mapping[str, str] = os.environ, **overrides: object) -> Settings:
     """The settings of this process. `overrides` (from the command line) come last; None means not given."""
     names = Settings.__struct_fields__
-    given = {name: environ[PREFIX + name.upper()] for name in names if environ.get(PREFIX + name.upper())}
+    given: dict[str, object] = {
+        name: environ[PREFIX + name.upper()] for name in names if environ.get(PREFIX + name.upper())
+    }
     given |= {name: value for name, value in overrides.items() if value is not None}
     data_dir = Path(str(given.get("data_dir", Settings().data_dir)))
     file = data_dir / "headrace.toml"

@@ -1,0 +1,169 @@
+"""Key-value buckets on JetStream, compatible with other clients' KV, and a watch that survives a restart of the server.
+
+nats-py's own watch rests on its ordered consumer, which dies silently with the newer ack subjects; this one is a plain
+ephemeral consumer that is created anew after each reconnection and whenever its heartbeats stop.
+"""
+
+import asyncio
+import base64
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shared.errors import Unavailable
+from shared.streams import NOT_FOUND, SECOND, ApiError, Streams
+from shared.wire import HEADER_MSG_ID, new_id
+
+if TYPE_CHECKING:
+    from shared.bus import Bus, Message, Subscription
+
+log = logging.getLogger(__name__)
+
+OPERATION = "KV-Operation"
+EXPECTED_REVISION = "Nats-Expected-Last-Subject-Sequence"
+WRONG_REVISION = {10071, 10164}
+HEARTBEAT_S = 2
+WATCH_LOST_S = 3 * HEARTBEAT_S
+
+OnChange = Callable[[str, bytes | None], None]
+
+
+class KeyValue(Streams):
+    """Mixed into the bus. Keys are `shared.subjects.key(...)`; values are bytes; revisions are stream sequences."""
+
+    async def kv_get(self, bucket: str, key: str) -> tuple[bytes, int] | None:
+        """(value, revision), or None when the key is not there."""
+        try:
+            found = (await self.api(f"STREAM.MSG.GET.KV_{bucket}", {"last_by_subj": f"$KV.{bucket}.{key}"}))["message"]
+        except ApiError as error:
+            if error.err_code in NOT_FOUND:
+                return None
+            raise
+        if OPERATION.encode() in base64.b64decode(found.get("hdrs", "")):
+            return None
+        return base64.b64decode(found.get("data", "")), int(found["seq"])
+
+    async def kv_put(self, bucket: str, key: str, value: bytes) -> int:
+        """Write, whatever is there; the new revision."""
+        return await self._kv_write(bucket, key, value, {})
+
+    async def kv_create(self, bucket: str, key: str, value: bytes) -> int | None:
+        """Write if the key is not there; None when it is."""
+        revision = await self.kv_update(bucket, key, value, 0)
+        if revision is None and await self.kv_get(bucket, key) is None:  # a delete marker is its last entry
+            found = await self.api(f"STREAM.MSG.GET.KV_{bucket}", {"last_by_subj": f"$KV.{bucket}.{key}"})
+            return await self.kv_update(bucket, key, value, int(found["message"]["seq"]))
+        return revision
+
+    async def kv_update(self, bucket: str, key: str, value: bytes, revision: int) -> int | None:
+        """Write if the key's revision is still `revision` (0: not there); None when it is not."""
+        try:
+            return await self._kv_write(bucket, key, value, {EXPECTED_REVISION: str(revision)})
+        except Unavailable as error:
+            if "wrong last sequence" in error.message:
+                return None
+            raise
+
+    async def kv_delete(self, bucket: str, key: str) -> None:
+        await self._kv_write(bucket, key, b"", {OPERATION: "DEL"})
+
+    async def kv_keys(self, bucket: str) -> list[str]:
+        """The keys that have a value now, sorted."""
+        found: set[str] = set()
+        watch = await self.watch(bucket, lambda key, value: found.add(key) if value is not None else found.discard(key))
+        await watch.close()
+        return sorted(found)
+
+    async def _kv_write(self, bucket: str, key: str, value: bytes, headers: dict[str, str]) -> int:
+        bus: Any = self
+        sequence: int = await bus.publish_durable(f"$KV.{bucket}.{key}", value, headers | {HEADER_MSG_ID: new_id()})
+        return sequence
+
+    async def watch(self, bucket: str, callback: OnChange) -> "Watch":
+        """Call `callback(key, value | None)` for every key now, then for every change. Returns after the first round.
+
+        A change may be told twice; an expiry by TTL is not told.
+        """
+        watch = Watch(self, bucket, callback)  # type: ignore[arg-type]
+        await watch.start()
+        return watch
+
+
+class Watch:
+    """One watched bucket. `live` is False while its consumer is being made anew."""
+
+    def __init__(self, bus: "Bus", bucket: str, callback: OnChange) -> None:
+        self._bus, self._bucket, self._callback = bus, bucket, callback
+        self._prefix = f"$KV.{bucket}."
+        self._heard = 0.0
+        self._ready = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._subscription: Subscription | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def live(self) -> bool:
+        return self._ready.is_set() and not self._lost.is_set()
+
+    async def start(self) -> None:
+        self._bus.on_reconnect(self._lost.set)
+        await self._create()
+        self._task = asyncio.create_task(self._keep())
+        await self._ready.wait()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    async def _create(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+        inbox = f"{self._bus.inbox}_watch.{new_id()}"
+        self._subscription = await self._bus.subscribe(inbox, self._on_message)
+        config = {
+            "deliver_subject": inbox,
+            "filter_subject": self._prefix + ">",
+            "deliver_policy": "last_per_subject",
+            "ack_policy": "none",
+            "max_deliver": 1,
+            "replay_policy": "instant",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "idle_heartbeat": HEARTBEAT_S * SECOND,
+            "inactive_threshold": 30 * SECOND,
+        }
+        stream = f"KV_{self._bucket}"
+        self._heard = asyncio.get_running_loop().time()
+        self._lost.clear()
+        made = await self._bus.api(f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config})
+        if not made.get("num_pending") and not made.get("delivered", {}).get("consumer_seq"):
+            self._ready.set()  # an empty bucket: no message will say that it was the last of the first round
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._lost.wait()
+            if self._lost.is_set() or loop.time() - self._heard > WATCH_LOST_S:
+                try:
+                    await self._create()
+                except Unavailable as error:
+                    log.info("watch of %s: %s", self._bucket, error)
+                    self._lost.set()
+                    await asyncio.sleep(0.2)
+
+    def _on_message(self, message: "Message") -> None:
+        self._heard = asyncio.get_running_loop().time()
+        if message.status:
+            return
+        self._callback(
+            message.subject.removeprefix(self._prefix), None if OPERATION in message.headers else message.data
+        )
+        if message.reply.endswith(".0"):  # nothing pending after it
+            self._ready.set()
