@@ -88,6 +88,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     idle_seconds: float = 300.0
     start_seconds_max: float = 600.0
     start_failures_max: int = 3
+    start_backoff_s: float = 1.0  # after a start that failed; doubles with each
+    start_backoff_max_s: float = 30.0
+    target_utilisation: float = 0.7  # of the slots
+    scale_down_window_s: float = 30.0  # fewer replicas only when the need was lower for this long
+    purge_after_s: float = 10.0  # after a version failed or retired: its requesters have ended what was parked
+    worker_logs_max: int = 100
+    controller_metrics_port: int = 0  # 0: a free one, named in the log
 
     @property
     def data_path(self) -> Path:
