@@ -81,6 +81,14 @@ class VersionRetired(NotFound):
     code = "version_retired"
 
 
+class MethodNotAllowed(HeadraceError):
+    code, status, type = "method_not_allowed", 405, "invalid_request_error"
+
+
+class BodyTimeout(HeadraceError):
+    code, status, type, retryable = "request_timeout", 408, "invalid_request_error", True
+
+
 class Conflict(HeadraceError):
     code, status, type = "version_exists", 409, "conflict_error"
 

@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # servers
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    insecure: bool = False  # serve HTTP without keys on an address that other hosts can reach
     nats_url: str = "nats://127.0.0.1:4222"
     nats_replicas: int = 1
     s3_endpoint: str = "http://127.0.0.1:8333"
@@ -40,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     # the request
     request_bytes_max: int = 8 * MIB
+    request_read_s: float = 30.0  # how long the body of a request may take to arrive
     queue_deadline_s: float = 300.0
     generation_deadline_s: float = 600.0
     prompt_bytes_per_token_max: int = 16  # more bytes than this times the model's length are refused at once
@@ -49,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keepalive_s: float = 10.0
     head_hold_s: float = 1.0
     stream_buffer_bytes_max: int = MIB  # unread by one slow client; over it, relaying to that client waits
+    write_stall_s: float = 60.0  # a client that takes no byte for so long counts as gone
 
     # the wire
     lease_ttl_s: float = 5.0
