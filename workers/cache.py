@@ -1,0 +1,131 @@
+"""The weight cache of a host: files by their sha256, and one directory per version that links to them.
+
+    <cache>/blobs/<sha256>              a complete, verified file
+    <cache>/blobs/<sha256>.partial      the verified-as-far-as-written beginning of one
+    <cache>/locks/<sha256>              flock: one process writes a blob, the others wait for it
+    <cache>/versions/<key>-<manifest>/  the files of a version under their names (hard links), and its manifest
+
+A version's directory appears by one rename when all its files are there. Shared by all workers of the host.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shared import manifests, subjects
+from shared.errors import Cancelled, VersionFailed
+from shared.manifests import MANIFEST_NAME, Manifest
+from shared.records import Version
+
+_LOCK_POLL_S = 0.05
+
+
+class Cache:
+    """The cache under `root`. `in_use_s`: what was used within that many seconds is never evicted."""
+
+    def __init__(self, root: Path, bytes_max: int, in_use_s: float) -> None:
+        self.root = root
+        self.bytes_max = bytes_max
+        self.in_use_s = in_use_s
+        self._blobs, self._locks, self._versions = root / "blobs", root / "locks", root / "versions"
+        for directory in (self._blobs, self._locks, self._versions):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def find_version(self, version: Version) -> Path | None:
+        """The directory of a version that is complete here, marked as used now; None when it is not."""
+        directory = self._directory(version.model, version.version, version.manifest_sha256)
+        try:
+            raw = (directory / MANIFEST_NAME).read_bytes()
+        except OSError:
+            return None
+        if manifests.sha256_of(raw) != version.manifest_sha256:
+            return None
+        for file in manifests.decode(raw).files:
+            try:
+                if (directory / file.name).stat().st_size != file.size:
+                    return None
+            except OSError:
+                return None
+        os.utime(directory)
+        return directory
+
+    def find_blob(self, sha256: str, size: int) -> bool:
+        """Whether the file is here, marked as used now."""
+        path = self.blob(sha256)
+        try:
+            found = path.stat().st_size == size
+            if found:
+                os.utime(path)
+        except OSError:
+            return False
+        return found
+
+    def blob(self, sha256: str) -> Path:
+        return self._blobs / sha256
+
+    def partial(self, sha256: str) -> Path:
+        return self._blobs / f"{sha256}.partial"
+
+    @contextlib.contextmanager
+    def lock(self, name: str, cancelled: threading.Event) -> Iterator[None]:
+        """Hold the lock `name` of this cache; its end with the process frees it. Cancelled while waiting raises."""
+        with open(self._locks / name, "wb") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if cancelled.wait(_LOCK_POLL_S):
+                        raise Cancelled("the fetch was cancelled") from None
+            yield
+
+    def assemble(self, manifest: Manifest, raw_manifest: bytes) -> Path:
+        """Make the version's directory out of blobs that are all here."""
+        directory = self._directory(manifest.model, manifest.version, manifests.sha256_of(raw_manifest))
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=self._versions))
+        try:
+            for file in manifest.files:
+                os.link(self.blob(file.sha256), building / file.name)
+            (building / MANIFEST_NAME).write_bytes(raw_manifest)
+            if directory.exists():  # incomplete, else it would have been found: files were removed by hand
+                shutil.rmtree(directory)
+            building.rename(directory)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+        return directory
+
+    def make_room(self, bytes_needed: int) -> None:
+        """Evict the least recently used versions until `bytes_needed` more fit. Call it under a lock.
+
+        Raises VersionFailed when the limit itself is smaller. What is in use stays, so the limit may be exceeded then.
+        """
+        if bytes_needed > self.bytes_max:
+            raise VersionFailed(f"{bytes_needed} bytes of files are over cache_bytes_max of {self.bytes_max} bytes")
+        recent = time.time() - self.in_use_s
+        used = sum(path.stat().st_size for path in self._blobs.iterdir())
+        for directory in sorted(self._versions.iterdir(), key=lambda path: path.stat().st_mtime):
+            if used + bytes_needed <= self.bytes_max or directory.stat().st_mtime > recent:
+                break
+            shutil.rmtree(directory)
+            used -= self._drop_unlinked(recent)
+        if used + bytes_needed > self.bytes_max:
+            self._drop_unlinked(recent)
+
+    def _drop_unlinked(self, recent: float) -> int:
+        """Remove the blobs, partial ones too, that no version links and that nobody used lately; their bytes."""
+        dropped = 0
+        for path in self._blobs.iterdir():
+            status = path.stat()
+            if status.st_nlink == 1 and status.st_mtime < recent:
+                path.unlink()
+                dropped += status.st_size
+        return dropped
+
+    def _directory(self, model: str, version: str, manifest_sha256: str) -> Path:
+        return self._versions / f"{subjects.key(model, version)}-{manifest_sha256[:16]}"
