@@ -38,6 +38,9 @@ class Puller:
         self, bus: Bus, stream: str, consumer: str, free: Callable[[], int], on_message: Callable[[Message], None]
     ) -> None:
         self._bus, self._free, self._on_pulled = bus, free, on_message
+        settings = bus.settings
+        # the server refuses heartbeats that are more than half of the pull
+        self._heartbeat_s = min(settings.pull_heartbeat_s, 0.4 * settings.pull_expires_s)
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox = f"{bus.inbox}_pull.{new_id()}"
         self._pulls: dict[str, _Pull] = {}
@@ -79,15 +82,14 @@ class Puller:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        settings = self._bus.settings
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(settings.pull_heartbeat_s / 2):
+                async with asyncio.timeout(self._heartbeat_s / 2):
                     await self._wake.wait()
             self._wake.clear()
             now = loop.time()
             for inbox, pull in list(self._pulls.items()):
-                if now - pull.heard > 2.5 * settings.pull_heartbeat_s or now > pull.ends or pull.left <= 0:
+                if now - pull.heard > 2.5 * self._heartbeat_s or now > pull.ends or pull.left <= 0:
                     del self._pulls[inbox]
             credit = self._free() - self.outstanding
             if credit > 0 and len(self._pulls) < PULLS_MAX and now >= self._retry_at and self._bus.connected:
@@ -97,12 +99,12 @@ class Puller:
         settings = self._bus.settings
         self._number += 1
         inbox = f"{self._inbox}.{self._number}"
-        self._pulls[inbox] = _Pull(batch, now, now + settings.pull_expires_s + settings.pull_heartbeat_s)
+        self._pulls[inbox] = _Pull(batch, now, now + settings.pull_expires_s + self._heartbeat_s)
         body = msgspec.json.encode(
             {
                 "batch": batch,
                 "expires": int(settings.pull_expires_s * SECOND),
-                "idle_heartbeat": int(settings.pull_heartbeat_s * SECOND),
+                "idle_heartbeat": int(self._heartbeat_s * SECOND),
             }
         )
         await self._bus.publish(self._next, body, reply=inbox)
