@@ -68,7 +68,7 @@ class ObjectStore:
             http_client=urllib3.PoolManager(
                 timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
                 maxsize=2 * READERS,
-                retries=urllib3.Retry(total=1, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
+                retries=urllib3.Retry(total=1, connect=0, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
             ),
         )
 

@@ -25,7 +25,7 @@ from workers.cache import Cache
 log = logging.getLogger(__name__)
 
 BACKOFF_S = 0.2
-BACKOFF_MAX_S = 5.0
+BACKOFF_MAX_S = 2.0
 
 OnProgress = Callable[[int, int], None]  # (bytes that are here, bytes in all)
 T = TypeVar("T")
