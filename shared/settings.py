@@ -108,25 +108,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Path(self.cache_dir).absolute() if self.cache_dir else self.data_path / "cache"
 
 
-def load(environ: Mapping[str, str] = os.environ, **overrides: object) -> Settings:
-    """The settings of this process. `overrides` (from the command line) come last; None means not given."""
+def given(environ: Mapping[str, str] = os.environ, **overrides: object) -> dict[str, object]:
+    """What was set at all, by name and in rising precedence: file, environment, `overrides` (None means not given)."""
     names = Settings.__struct_fields__
-    given: dict[str, object] = {
+    values: dict[str, object] = {
         name: environ[PREFIX + name.upper()] for name in names if environ.get(PREFIX + name.upper())
     }
-    given |= {name: value for name, value in overrides.items() if value is not None}
-    data_dir = Path(str(given.get("data_dir", Settings().data_dir)))
-    file = data_dir / "headrace.toml"
-    merged: dict[str, object] = {}
-    if file.exists():
-        try:
-            merged |= tomllib.loads(file.read_text())
-        except tomllib.TOMLDecodeError as error:
-            raise SettingsError(f"{file}: {error}") from error
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    file = Path(str(values.get("data_dir", Settings().data_dir))) / "headrace.toml"
+    if not file.exists():
+        return values
     try:
-        return msgspec.convert(merged | given, Settings, strict=False)
+        return tomllib.loads(file.read_text()) | values
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{file}: {error}") from error
+
+
+def load(environ: Mapping[str, str] = os.environ, **overrides: object) -> Settings:
+    """The settings of this process. `overrides` (from the command line) come last; None means not given."""
+    try:
+        return msgspec.convert(given(environ, **overrides), Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{error} (from {file if file.exists() else 'the environment'})") from error
+        raise SettingsError(f"{error} (from headrace.toml, the environment or the command line)") from error
 
 
 def to_environment(settings: Settings) -> dict[str, str]:
