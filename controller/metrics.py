@@ -1,0 +1,114 @@
+"""The controller's /metrics: what it sees, what it wants, what it did. Labels are bounded by the versions that exist."""
+
+from collections.abc import Iterable, Iterator
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from controller.autoscaler import Decision, Lag
+from controller.fleet import Member
+from shared.records import Lease
+
+LABELS = ("model", "version")
+COLD_START_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 30, 60, 120, 300, 600)
+
+
+class VersionView(Struct, frozen=True, kw_only=True):
+    """One version as of the last tick."""
+
+    decision: Decision
+    members: tuple[Member, ...]
+    lag: Lag | None
+
+
+class _Present(Collector):
+    """Gauges of the last tick, so that a version that is gone is gone from them too."""
+
+    def __init__(self) -> None:
+        self.views: tuple[VersionView, ...] = ()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        desired = GaugeMetricFamily("headrace_replicas_desired", "Replicas that a version should have", labels=LABELS)
+        replicas = GaugeMetricFamily("headrace_replicas", "Workers by state", labels=(*LABELS, "state"))
+        lag = GaugeMetricFamily(
+            "headrace_lag_messages", "Requests in the queue; absent while not known", labels=(*LABELS, "kind")
+        )
+        for view in self.views:
+            name = (view.decision.model, view.decision.version)
+            desired.add_metric(name, view.decision.desired)
+            for state in ("starting", "active", "draining", "failed", "lost"):
+                replicas.add_metric((*name, state), sum(member.state == state for member in view.members))
+            if view.lag is not None:
+                lag.add_metric((*name, "pending"), view.lag.pending)
+                lag.add_metric((*name, "claimed"), view.lag.claimed)
+        yield from (desired, replicas, lag)
+
+
+class Metrics:
+    """Counts and serves. `port` is what it is served on, 0 before `serve`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.port = 0
+        self._present = _Present()
+        self.registry.register(self._present)
+        self._decisions = Counter(
+            "headrace_scaling_decisions",
+            "Changes of a version's desired replicas, by what decided",
+            (*LABELS, "reason"),
+            registry=self.registry,
+        )
+        self._start_failures = Counter(
+            "headrace_start_failures",
+            "Workers that ended before they were active",
+            (*LABELS, "kind"),
+            registry=self.registry,
+        )
+        self._cold_start = Histogram(
+            "headrace_cold_start_seconds",
+            "From the start of a worker's process: each phase, and `active` for the whole until it serves",
+            (*LABELS, "phase"),
+            buckets=COLD_START_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._phases_seen: dict[str, set[str]] = {}  # by worker
+        self._server: tuple[WSGIServer, Thread] | None = None
+
+    def serve(self, host: str, port: int) -> None:
+        """Serve on `port` of `host`, 0 for a free one. Raises OSError when it is taken."""
+        self._server = start_http_server(port, addr=host, registry=self.registry)
+        self.port = self._server[0].server_port
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def show(self, views: Iterable[VersionView]) -> None:
+        """Replace what the gauges say."""
+        self._present.views = tuple(views)
+
+    def decided(self, decision: Decision) -> None:
+        self._decisions.labels(decision.model, decision.version, decision.reasons[-1]).inc()
+
+    def start_failed(self, model: str, version: str, kind: str) -> None:
+        self._start_failures.labels(model, version, kind).inc()
+
+    def cold_start(self, lease: Lease, active_s: float | None) -> None:
+        """Observe the phases that a worker's lease tells of, each once; `active_s` since its process was started."""
+        seen = self._phases_seen.setdefault(lease.worker, set())
+        phases = lease.cold_start if active_s is None else {"active": active_s} | lease.cold_start
+        for phase in phases.keys() - seen:
+            self._cold_start.labels(lease.model, lease.version, phase).observe(phases[phase])
+            seen.add(phase)
+
+    def forget(self, workers: Iterable[str]) -> None:
+        """Drop what is kept of all workers but these."""
+        for worker in self._phases_seen.keys() - set(workers):
+            del self._phases_seen[worker]

@@ -1,0 +1,201 @@
+"""What the controller knows: version records, leases, lag. Facts in, no decisions.
+
+Records and leases are watched, lag is polled. While the bus is away nothing expires and lag is unknown: what cannot be
+heard has not gone.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from controller.autoscaler import Lag, Sample, VersionFacts
+from controller.fleet import Member, SeenLease
+from shared import subjects
+from shared.bus import Bus, Message
+from shared.errors import Unavailable
+from shared.keyvalue import Watch
+from shared.records import Lease, Version, VersionLimits, decode_lease, decode_version
+from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+VersionKey = tuple[str, str]  # model, version
+POLL_TIMEOUT_S = 1.0
+HINT_S = 0.25  # a hint can overtake its message: for so long the lag is looked at again and again
+FORGET_TTLS = 20
+
+
+class Observer:
+    """`changed` is set when something happened that a decision may hang on."""
+
+    def __init__(self, bus: Bus, settings: Settings) -> None:
+        self._bus = bus
+        self._settings = settings
+        self.changed = asyncio.Event()
+        self.records: dict[VersionKey, Version] = {}
+        self.removed: set[VersionKey] = set()  # deleted while this controller watched
+        self.state_since: dict[VersionKey, float] = {}
+        self.leases: dict[str, SeenLease] = {}
+        self.lag: dict[VersionKey, Lag] = {}
+        self.without_consumer: set[VersionKey] = set()
+        self.hinted_at = -HINT_S
+        self._watches: list[Watch] = []
+        self._busy_at: dict[VersionKey, float] = {}
+        self._history: dict[VersionKey, deque[Sample]] = {}
+        self._listened_at = self._heard_since = time.monotonic()
+
+    async def start(self) -> None:
+        """Watch; returns when the present records and leases are known. Raises Unavailable."""
+        self._watches.append(await self._bus.watch(subjects.MODELS_BUCKET, self._on_record))
+        self._watches.append(await self._bus.watch(subjects.WORKERS_BUCKET, self._on_lease))
+        await self._bus.subscribe(subjects.WAKE_ALL, self._on_wake)
+        self._bus.on_reconnect(self.changed.set)
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            await watch.close()
+
+    def _on_record(self, key: str, value: bytes | None) -> None:
+        model, version = subjects.names_of(key)
+        name = (model, version)
+        before = self.records.get(name)
+        if value is None:
+            if self.records.pop(name, None) is not None:
+                self.removed.add(name)
+        else:
+            try:
+                self.records[name] = decode_version(value)
+            except msgspec.DecodeError as error:
+                log.error("the record of %s@%s cannot be read: %s", model, version, error)
+                return
+            self.removed.discard(name)
+        after = self.records.get(name)
+        if (before and before.state) != (after and after.state):
+            self.state_since[name] = time.monotonic()
+        self.changed.set()
+
+    def _on_lease(self, key: str, value: bytes | None) -> None:
+        now = time.monotonic()
+        (worker,) = subjects.names_of(key)
+        seen = self.leases.get(worker)
+        if value is None:
+            if seen is not None:
+                seen.deleted = seen.silent = True
+                self.changed.set()
+            return
+        try:
+            lease = decode_lease(value)
+        except msgspec.DecodeError as error:
+            log.error("the lease of worker %s cannot be read: %s", worker, error)
+            return
+        self._note_busy(lease, seen.lease if seen else None, now)
+        if seen is None or seen.lease.state != lease.state or seen.silent:
+            self.changed.set()
+        self.leases[worker] = SeenLease(
+            lease=lease,
+            heard_at=now,
+            state_since=seen.state_since if seen and seen.lease.state == lease.state else now,
+            was_active=lease.state in ("active", "draining") or (seen is not None and seen.was_active),
+        )
+
+    def _note_busy(self, lease: Lease, before: Lease | None, now: float) -> None:
+        """Only changes of `busy_at` count, not its value: the worker's clock is not ours. At first sight it has to do."""
+        name = (lease.model, lease.version)
+        if lease.claims or lease.running or lease.waiting or (before is not None and lease.busy_at > before.busy_at):
+            self._busy_at[name] = now
+        elif before is None:
+            ago_s = max(0.0, time.time() - max(lease.busy_at, lease.started))
+            self._busy_at[name] = max(self._busy_at.get(name, now - ago_s), now - ago_s)
+
+    def _on_wake(self, message: Message) -> None:
+        name = subjects.version_of_wake(message.subject)
+        served = any((seen.lease.model, seen.lease.version) == name for seen in self.leases.values() if not seen.silent)
+        if name in self.records and not served:
+            self.hinted_at = time.monotonic()
+            self.changed.set()
+
+    async def poll(self, now: float) -> None:
+        """Read the lag of every version that can have one, and see which leases have run out."""
+        self._expire(now)
+        names = [name for name, record in self.records.items() if record.state in ("available", "failed")]
+        async with asyncio.TaskGroup() as tasks:
+            for name in names:
+                tasks.create_task(self._poll_lag(name, now))
+        for known in (self.lag, self._busy_at, self._history, self.state_since):
+            for name in [name for name in known if name not in self.records and name not in self.removed]:
+                del known[name]
+
+    async def _poll_lag(self, name: VersionKey, now: float) -> None:
+        self.without_consumer.discard(name)
+        lag = None
+        if self._bus.connected:
+            consumer = subjects.consumer(subjects.LANE_FAST, subjects.requests_of_lane(*name, subjects.LANE_FAST))
+            try:
+                async with asyncio.timeout(POLL_TIMEOUT_S):
+                    info = await self._bus.consumer_info(subjects.REQ_STREAM, consumer)
+            except (Unavailable, TimeoutError) as error:
+                log.info("the lag of %s@%s is not known: %s", *name, error)
+            else:
+                if info is None:
+                    self.without_consumer.add(name)
+                else:
+                    lag = Lag(pending=info.num_pending, claimed=info.num_ack_pending)
+        if lag is None:
+            self.lag.pop(name, None)
+            return
+        self.lag[name] = lag
+        if lag.total:
+            self._busy_at[name] = now
+        history = self._history.setdefault(name, deque())
+        while history and history[0].at <= now - self._settings.scale_down_window_s:
+            history.popleft()
+        history.append(Sample(now, lag.total))
+
+    def _expire(self, now: float) -> None:
+        """Mark what has not been heard for a TTL of listening. Time in which we could not hear does not count."""
+        ttl_s = self._settings.lease_ttl_s
+        hearing = self._bus.connected and all(watch.live for watch in self._watches)
+        if not hearing or now - self._listened_at > ttl_s / 2:
+            self._heard_since = now
+        self._listened_at = now
+        for worker, seen in list(self.leases.items()):
+            unheard_s = now - max(seen.heard_at, self._heard_since)
+            seen.silent = seen.deleted or unheard_s > ttl_s
+            if unheard_s > FORGET_TTLS * ttl_s:
+                del self.leases[worker]
+
+    def live_leases(self) -> Iterable[Lease]:
+        return (seen.lease for seen in self.leases.values() if not seen.silent)
+
+    async def take_lease(self, worker: str) -> SeenLease | None:
+        """Take away the last lease of a worker whose process has ended; the watch may not have told it yet.
+
+        Raises Unavailable.
+        """
+        key = subjects.key(worker)
+        found = await self._bus.kv_get(subjects.WORKERS_BUCKET, key)
+        if found is not None:
+            self._on_lease(key, found[0])
+            await self._bus.kv_delete(subjects.WORKERS_BUCKET, key)
+        return self.leases.pop(worker, None)
+
+    def facts(self, name: VersionKey, members: Iterable[Member], replicas_max: int, now: float) -> VersionFacts:
+        """What decide() is to know of a version; `replicas_max` where its record sets no limit."""
+        record = self.records.get(name)
+        limits = record.limits if record else VersionLimits()
+        return VersionFacts(
+            model=name[0],
+            version=name[1],
+            state=record.state if record else "deleted",
+            min_replicas=limits.min_replicas,
+            max_replicas=replicas_max if limits.max_replicas is None else limits.max_replicas,
+            idle_seconds=self._settings.idle_seconds if limits.idle_seconds is None else limits.idle_seconds,
+            lag=self.lag.get(name),
+            busy_at=self._busy_at.setdefault(name, now),
+            history=tuple(self._history.get(name, ())),
+            replicas=tuple(member.as_replica() for member in members if member.is_replica),
+        )

@@ -1,0 +1,205 @@
+"""The hands of the controller on this host: workers as processes, each in a session of its own and with its own log.
+
+Workers outlive the controller. The next one finds them by their leases and signals a pid only while that process still
+carries the worker's id in its command line, since pids are used again.
+"""
+
+import contextlib
+import glob
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from controller.starts import Exit
+from shared.records import Lease
+from shared.settings import Settings, to_environment
+
+log = logging.getLogger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "workers.main")
+SPAWNED_AT = "HEADRACE_SPAWNED_AT"  # unix seconds, so that the worker can tell how long its process took to begin
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+LOG_TAIL_BYTES = 4096
+LOG_LINE_MAX = 300
+
+
+class WorkerProcess(Struct, kw_only=True):
+    """A live worker on this host. Times are seconds of the monotonic clock."""
+
+    worker: str
+    model: str
+    version: str
+    pid: int
+    started: float
+    device: str = ""  # as CUDA_VISIBLE_DEVICES names it
+    child: subprocess.Popen[bytes] | None = None  # None: of an earlier controller
+    drained_at: float | None = None  # when it was told to drain
+    killed_because: str = ""
+
+
+def host_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The accelerators that workers on this host may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU host."""
+    visible = environ.get(VISIBLE_DEVICES)
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+
+
+class ProcessScaler:
+    """Starts, drains, kills and reaps the workers of this host. `command` is the worker's, without its arguments."""
+
+    def __init__(self, settings: Settings, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self._settings = settings
+        self._command = tuple(command)
+        self.host = socket.gethostname()
+        self._logs = settings.data_path / "logs"
+        self._devices = host_devices()
+        self.workers: dict[str, WorkerProcess] = {}
+
+    @property
+    def replicas_max(self) -> int:
+        """Replicas of one version that this host is good for: one on each device, one on a CPU host."""
+        return max(1, len(self._devices))
+
+    def start(self, model: str, version: str) -> str:
+        """Start a worker; its id. Raises OSError when the process cannot be made."""
+        worker = f"w{secrets.token_hex(5)}"
+        device = self._free_device()
+        environment = os.environ | to_environment(self._settings) | {SPAWNED_AT: repr(time.time())}
+        if device:
+            environment[VISIBLE_DEVICES] = device
+        lifeline = self._settings.lifeline_fd
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._drop_old_logs()
+        with open(self._log_file(worker), "ab") as output:
+            child = subprocess.Popen(
+                [*self._command, "--model", model, "--version", version, "--worker-id", worker],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=() if lifeline is None else (lifeline,),
+            )
+        self.workers[worker] = WorkerProcess(
+            worker=worker,
+            model=model,
+            version=version,
+            pid=child.pid,
+            started=time.monotonic(),
+            device=device,
+            child=child,
+        )
+        return worker
+
+    def adopt(self, leases: Iterable[Lease]) -> None:
+        """Take over the live workers of this host that an earlier controller started."""
+        for lease in leases:
+            if lease.worker in self.workers or not self.on_this_host(lease) or not _carries(lease.pid, lease.worker):
+                continue
+            log.info("adopted %s (pid %d) of %s@%s", lease.worker, lease.pid, lease.model, lease.version)
+            self.workers[lease.worker] = WorkerProcess(
+                worker=lease.worker,
+                model=lease.model,
+                version=lease.version,
+                pid=lease.pid,
+                started=time.monotonic() - max(0.0, time.time() - lease.started),
+                device=_variable(lease.pid, VISIBLE_DEVICES),
+            )
+
+    def on_this_host(self, lease: Lease) -> bool:
+        return lease.host == self.host
+
+    def drain(self, worker: str) -> None:
+        """Tell a worker to finish what it has and end. Once is enough: the worker keeps its own budget."""
+        process = self.workers[worker]
+        if process.drained_at is None:
+            process.drained_at = time.monotonic()
+            _signal(process, signal.SIGTERM)
+
+    def kill(self, worker: str, reason: str) -> None:
+        """SIGKILL."""
+        process = self.workers[worker]
+        process.killed_because = process.killed_because or reason
+        _signal(process, signal.SIGKILL)
+
+    def reap(self) -> list[Exit]:
+        """The workers that have ended since the last call."""
+        ended = []
+        for process in list(self.workers.values()):
+            if process.child.poll() is None if process.child else _carries(process.pid, process.worker):
+                continue
+            del self.workers[process.worker]
+            ended.append(
+                Exit(
+                    worker=process.worker,
+                    model=process.model,
+                    version=process.version,
+                    code=process.child.returncode if process.child else None,
+                    asked=process.drained_at is not None,
+                    killed_because=process.killed_because,
+                    last_line=last_line(self._log_file(process.worker)),
+                )
+            )
+        return ended
+
+    def _log_file(self, worker: str) -> Path:
+        return self._logs / f"worker-{worker}.log"
+
+    def _free_device(self) -> str:
+        used = [process.device for process in self.workers.values()]
+        return min(self._devices, key=used.count, default="")
+
+    def _drop_old_logs(self) -> None:
+        live = {self._log_file(worker) for worker in self.workers}
+        files = sorted(self._logs.glob("worker-*.log"), key=lambda file: file.stat().st_mtime)
+        for file in files[: max(0, len(files) + 1 - self._settings.worker_logs_max)]:
+            if file not in live:
+                file.unlink(missing_ok=True)
+
+
+def last_line(file: Path) -> str:
+    """The last line of a log that is not empty, shortened; "" when there is none."""
+    try:
+        with open(file, "rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - LOG_TAIL_BYTES))
+            lines = stream.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:LOG_LINE_MAX]
+
+
+def _signal(process: WorkerProcess, number: signal.Signals) -> None:
+    if process.child is not None:
+        process.child.send_signal(number)
+    elif _carries(process.pid, process.worker):
+        with contextlib.suppress(ProcessLookupError):  # it ended since
+            os.kill(process.pid, number)
+
+
+def _carries(pid: int, worker: str) -> bool:
+    """Whether the live process `pid` has `worker` among its arguments; a zombie has none."""
+    try:
+        return worker.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _variable(pid: int, name: str) -> str:
+    """A variable of a process's environment, "" when it is not set or may not be read."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
+    prefix = f"{name}=".encode()
+    return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), "")
