@@ -1,0 +1,272 @@
+"""Continuous batching: one thread that takes requests in, steps the model, and hands out tokens.
+
+intake -> plan -> forward -> sample -> commit -> publish. Submits and cancels are taken in at step edges only, so nothing
+changes under a step; after each step the event loop is called once, with all that the step added.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+
+from shared.errors import ContextLength, EngineFailed
+from shared.wire import Input, Logprob, Sampling
+from workers.engine.blocks import BlockPool
+from workers.engine.checks import check_ids, check_length, check_sampling
+from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
+from workers.engine.runs import Choice, Run
+from workers.engine.scheduler import Admission, Fifo, Scheduler, Sequence, StepPlan
+from workers.engine.text import TextSide
+
+FAILURES_MAX = 3  # steps that may raise with a sequence in them before it is given up
+UNREAD_STEPS_MAX = 2  # handed to the event loop and not yet taken: over it the engine waits, whatever its speed
+
+log = logging.getLogger(__name__)
+
+
+class Drawn(msgspec.Struct, gc=False):
+    """The tokens of one step, one for each slice that samples, in the order of the plan."""
+
+    tokens: list[int]
+    logprobs: list[Logprob | None] | None = None  # None: nobody asked
+
+
+class Runner(Protocol):
+    """What computes a step. Both methods may raise: that concerns the sequences of the plan and no others."""
+
+    def forward(self, plan: StepPlan) -> Any:
+        """Compute the plan's slices; the result is for `sample` only."""
+
+    def sample(self, plan: StepPlan, computed: Any) -> Drawn:
+        """Choose a token for each slice that samples."""
+
+
+class BatchEngine:
+    """The `Engine` protocol over any runner and text side. Construct it, then `start` it once."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        text: TextSide,
+        info: EngineInfo,
+        prefill_chunk: int,
+        max_tokens_default: int | None = None,
+        admission: Callable[[], Admission] = Fifo,
+    ) -> None:
+        self.info = info
+        self._runner = runner
+        self._text = text
+        self._prefill_chunk = prefill_chunk
+        self._max_tokens_default = max_tokens_default
+        self._admission = admission
+        self._inbox: SimpleQueue[EngineRequest | str | None] = SimpleQueue()
+        self._runs: dict[str, Run] = {}
+        self._scheduler = self._new_scheduler()
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._preemptions = 0
+        self._step_started = 0.0
+        self._stopping = False
+        self._unread = threading.Semaphore(UNREAD_STEPS_MAX)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._on_events: Callable[[list[TokenEvent]], None]
+
+    # -- called on the event loop (prepare: on any thread) -----------------------------------------------------------
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_events: Callable[[list[TokenEvent]], None]) -> None:
+        assert self._thread is None, "an engine starts once"
+        self._loop = loop
+        self._on_events = on_events
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._inbox.put(None)
+        self._unread.release()
+        if self._thread is not None:
+            self._thread.join()
+
+    def prepare(self, prompt: Input, sampling: Sampling) -> list[int]:
+        check_sampling(sampling, self._text.vocabulary_size)
+        ids = self._text.encode(prompt)
+        check_ids(ids, self._text.vocabulary_size, "prompt")
+        check_length(len(ids), sampling.max_tokens, self.info.max_model_len)
+        return ids
+
+    def submit(self, request: EngineRequest) -> None:
+        self._inbox.put(request)
+
+    def cancel(self, key: str) -> None:
+        self._inbox.put(key)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=scheduler.waiting + self._inbox.qsize(),
+            blocks_used=scheduler.pool.used,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+            step_started=self._step_started,
+        )
+
+    # -- the engine thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            events: list[TokenEvent] = []
+            try:
+                self._intake(events)
+                if not self._scheduler.idle:
+                    self._step(events)
+            except Exception as error:  # a broken invariant of ours: nothing in this engine's state can be trusted
+                log.critical("the engine starts over, %d runs fail", len(self._runs), exc_info=True)
+                events = self._start_over(error)
+            self._step_started = 0.0
+            if events:
+                self._publish(events)
+
+    def _intake(self, events: list[TokenEvent]) -> None:
+        """Take in what was submitted and cancelled; wait for it if there is nothing else to do."""
+        if self._scheduler.idle:
+            self._scheduler.pool.check()
+            assert self._scheduler.pool.used == 0, f"idle, and {self._scheduler.pool.used} blocks are held"
+            self._take(self._inbox.get(), events)
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except Empty:
+                return
+            self._take(item, events)
+
+    def _take(self, item: EngineRequest | str | None, events: list[TokenEvent]) -> None:
+        if isinstance(item, EngineRequest):
+            self._begin(item, events)
+        elif item is not None and item in self._runs:
+            self._end(self._runs[item])
+
+    def _begin(self, request: EngineRequest, events: list[TokenEvent]) -> None:
+        if request.key in self._runs:
+            log.error("a second run with the key %s is ignored", request.key)
+            return
+        try:
+            length_max = self._length_max(request)
+            run = Run(request, length_max, self._text)
+        except Exception as error:
+            log.warning("run %s cannot begin: %s", request.key, error, exc_info=True)
+            code = error.code if isinstance(error, ContextLength) else EngineFailed.code
+            events.append(TokenEvent(key=request.key, choice=0, error=(code, str(error))))
+            return
+        self._runs[request.key] = run
+        self._prompt_tokens += len(request.prompt_ids)
+        for choice in run.choices:
+            if choice.text.finish is None:
+                self._scheduler.add(choice)
+            else:
+                events.append(run.event(choice, [], [], None))
+        if run.open == 0:
+            del self._runs[request.key]
+
+    def _length_max(self, request: EngineRequest) -> int:
+        prompt_tokens = len(request.prompt_ids)
+        assert prompt_tokens > 0, "an empty prompt"
+        check_length(prompt_tokens, request.sampling.max_tokens, self.info.max_model_len)
+        wanted = request.sampling.max_tokens or self._max_tokens_default or self.info.max_model_len
+        return min(prompt_tokens + wanted, self.info.max_model_len)
+
+    def _step(self, events: list[TokenEvent]) -> None:
+        plan = self._scheduler.plan(self.info.slots + self._prefill_chunk)
+        assert plan.slices, "nothing to compute, and not idle"
+        self._preemptions += plan.preempted
+        self._step_started = time.monotonic()
+        try:
+            drawn = self._runner.sample(plan, self._runner.forward(plan))
+        except Exception as error:  # whatever a model or a kernel raises
+            self._step_raised(plan, error, events)
+            return
+        self._scheduler.commit(plan, drawn.tokens)
+        self._steps += 1
+        self._generated_tokens += len(drawn.tokens)
+        logprobs = iter(drawn.logprobs) if drawn.logprobs is not None else None
+        tokens = iter(drawn.tokens)
+        for part in plan.slices:
+            if part.samples:
+                self._emit(part.sequence, next(tokens), next(logprobs) if logprobs else None, events)
+
+    def _emit(self, choice: Sequence, token: int, logprob: Logprob | None, events: list[TokenEvent]) -> None:
+        assert isinstance(choice, Choice)
+        run = choice.run
+        if self._runs.get(run.key) is not run:
+            return  # another choice of the run failed in this step
+        try:
+            text = choice.text.push(token)
+        except Exception as error:
+            log.exception("run %s: no text for token %d", run.key, token)
+            self._fail(run, error, events)
+            return
+        if choice.text.finish is not None:
+            self._scheduler.remove(choice)
+        events.append(run.event(choice, [token], [text], None if logprob is None else [logprob]))
+        if run.open == 0:
+            del self._runs[run.key]
+
+    def _step_raised(self, plan: StepPlan, error: Exception, events: list[TokenEvent]) -> None:
+        """Recompute each sequence of the step alone; one that raises again ends its run."""
+        log.error("a step of %d sequences raised", len(plan.slices), exc_info=error)
+        for part in plan.slices:
+            choice = part.sequence
+            assert isinstance(choice, Choice)
+            if self._runs.get(choice.run.key) is not choice.run:
+                continue
+            if choice.alone or choice.failures >= FAILURES_MAX:
+                self._fail(choice.run, error, events)
+            else:
+                self._scheduler.suspect(choice)
+        self._scheduler.check()
+
+    def _fail(self, run: Run, error: Exception, events: list[TokenEvent]) -> None:
+        self._end(run)
+        message = f"the engine failed on this request: {type(error).__name__}: {error}"
+        events.append(TokenEvent(key=run.key, choice=0, error=(EngineFailed.code, message)))
+
+    def _end(self, run: Run) -> None:
+        """Forget a run before its end: its slots and blocks are free from here on."""
+        del self._runs[run.key]
+        for choice in run.choices:
+            if choice.text.finish is None:
+                self._scheduler.remove(choice)
+
+    def _start_over(self, error: Exception) -> list[TokenEvent]:
+        message = f"the engine failed: {type(error).__name__}: {error}"
+        events = [TokenEvent(key=key, choice=0, error=(EngineFailed.code, message)) for key in self._runs]
+        self._runs = {}
+        self._scheduler = self._new_scheduler()
+        return events
+
+    def _new_scheduler(self) -> Scheduler:
+        pool = BlockPool(self.info.blocks_total)
+        return Scheduler(pool, self.info.slots, self._prefill_chunk, self._admission())
+
+    def _publish(self, events: list[TokenEvent]) -> None:
+        self._unread.acquire()
+        if self._stopping:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+        except RuntimeError:  # the loop was closed: nobody is left to serve
+            log.warning("the event loop is closed; the engine stops")
+            self._stopping = True
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        self._unread.release()
+        self._on_events(events)

@@ -1,0 +1,29 @@
+"""The one door to an engine: by the source of a version. torch is imported only for a model that needs it."""
+
+from pathlib import Path
+
+from shared.records import EngineSettings
+from workers.engine.request import Engine
+
+SIMULATED = "sim:"
+
+
+class LoadRefused(Exception):
+    """The version cannot be served by this engine; the message says why, and another try would end the same way."""
+
+
+def load_engine(source: str, directory: Path | None, settings: EngineSettings, threads: int) -> Engine:
+    """The engine of a version, not yet started.
+
+    `source` is "sim:<profile>", or anything else for a model whose files (Hugging Face layout, safetensors) are in
+    `directory`. `threads` is for torch on the CPU; 0: the cores this process may use. Blocking, seconds. Raises LoadRefused.
+    """
+    if source.startswith(SIMULATED):
+        from workers.engine.sim import load_simulated
+
+        return load_simulated(source.removeprefix(SIMULATED), settings)
+    if directory is None:
+        raise LoadRefused(f"the source {source!r} needs the directory of its files")
+    from workers.engine.runner import load
+
+    return load(directory, settings, threads)

@@ -1,0 +1,166 @@
+"""The simulated engine: a clock instead of a model, deterministic words instead of language. For tests and benchmarks.
+
+Everything but forward and sampling is the real engine: scheduling, blocks, text, stop strings, events.
+"""
+
+import hashlib
+import re
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from shared.errors import BadRequest
+from shared.records import EngineSettings
+from shared.wire import Input, Logprob, TopLogprob
+from workers.engine.blocks import BLOCK_TOKENS
+from workers.engine.engine import BatchEngine, Drawn
+from workers.engine.load import LoadRefused
+from workers.engine.request import EngineInfo
+from workers.engine.scheduler import Sequence as Choice
+from workers.engine.scheduler import StepPlan
+from workers.engine.text import TextStream
+
+SYLLABLES = [consonant + vowel for consonant in "bdfghklmnprstvwz" for vowel in ("a", "e", "i", "o")]
+WORDS = [f" {first}{second}" for first in SYLLABLES for second in SYLLABLES]
+VOCABULARY_SIZE = len(WORDS)  # 4096
+MAX_MODEL_LEN = 8192
+MAX_TOKENS_DEFAULT = 64
+_U64 = (1 << 64) - 1
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """What is simulated. `step_ms` gives a step's time for its number of sequences; prefill is folded into it."""
+
+    slots: int
+    blocks: int
+    step_ms: Callable[[int], float] | None  # None: no time at all
+
+
+def interpolated(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """Linear between the points (sequences, ms), and beyond them as in the outermost two."""
+    pairs = list(pairwise(points))
+
+    def step_ms(sequences: int) -> float:
+        (left, left_ms), (right, right_ms) = next((pair for pair in pairs if sequences <= pair[1][0]), pairs[-1])
+        return left_ms + (sequences - left) * (right_ms - left_ms) / (right - left)
+
+    return step_ms
+
+
+def profile_named(name: str) -> Profile:
+    """`zero`, `a100-13b` or `fixed-<n>ms`. Raises LoadRefused for another name."""
+    if name == "zero":
+        return Profile(256, 16_384, None)
+    if name == "a100-13b":
+        # 13 GB for keys and values of 0.8 MB a token
+        return Profile(45, 16_250 // BLOCK_TOKENS, interpolated([(20, 20.0), (45, 22.0), (80, 45.0)]))
+    if match := re.fullmatch(r"fixed-(\d+)ms", name):
+        milliseconds = float(match[1])
+        return Profile(256, 16_384, lambda _: milliseconds)
+    raise LoadRefused(f"no simulated profile {name!r}: there are zero, a100-13b and fixed-<n>ms")
+
+
+class SimulatedText:
+    """About one token a word; each id is one short word with a leading space."""
+
+    vocabulary_size = VOCABULARY_SIZE
+    end_ids: frozenset[int] = frozenset()
+
+    def encode(self, prompt: Input) -> list[int]:
+        if prompt.token_ids is not None:
+            ids = prompt.token_ids
+        elif prompt.prompt is not None:
+            ids = [_word_id(word) for word in prompt.prompt.split()]
+        else:
+            words = (f"{each.role} {each.content or ''}".split() for each in prompt.messages or [])
+            ids = [_word_id(word) for message in words for word in message]
+        if not ids:
+            raise BadRequest("the prompt is empty", param="messages" if prompt.messages is not None else "prompt")
+        return ids
+
+    def stream(self, prompt_ids: Sequence[int]) -> TextStream:
+        return _WORD_STREAM
+
+    def token_bytes(self, token: int) -> bytes:
+        return WORDS[token].encode()
+
+
+class _WordStream:
+    """Every token is whole characters, so that one stream without state serves all outputs."""
+
+    step = staticmethod(WORDS.__getitem__)
+
+    def flush(self) -> str:
+        return ""
+
+
+_WORD_STREAM = _WordStream()
+
+
+class SimulatedRunner:
+    """Output token i of choice c is a hash of (prompt ids, seed, c, i); at temperature 0 of (prompt ids, i)."""
+
+    def __init__(self, step_ms: Callable[[int], float] | None) -> None:
+        self._step_ms = step_ms
+
+    def forward(self, plan: StepPlan) -> None:
+        if self._step_ms is not None:
+            time.sleep(self._step_ms(len(plan.slices)) / 1e3)
+
+    def sample(self, plan: StepPlan, computed: None) -> Drawn:
+        tokens = []
+        logprobs: list[Logprob | None] | None = None
+        for part in plan.slices:
+            if part.samples:
+                sequence = part.sequence
+                if sequence.memo is None:
+                    sequence.memo = _base(sequence)
+                mixed = sequence.memo + (len(sequence.tokens) - sequence.prompt_length) * 0x9E3779B97F4A7C15 & _U64
+                token = ((mixed ^ mixed >> 31) * 0xBF58476D1CE4E5B9 & _U64) >> 52
+                tokens.append(token)
+                if sequence.sampling.logprobs is not None:
+                    if logprobs is None:
+                        logprobs = [None] * (len(tokens) - 1)
+                    logprobs.append(_logprob(token, sequence.sampling.logprobs))
+                elif logprobs is not None:
+                    logprobs.append(None)
+        return Drawn(tokens, logprobs)
+
+
+def load_simulated(profile: str, settings: EngineSettings) -> BatchEngine:
+    """The engine of `sim:<profile>`. Raises LoadRefused for a profile that does not exist."""
+    simulated = profile_named(profile)
+    blocks = settings.kv_blocks or simulated.blocks
+    info = EngineInfo(
+        max_model_len=min(settings.max_model_len or MAX_MODEL_LEN, blocks * BLOCK_TOKENS),
+        slots=settings.slots or simulated.slots,
+        blocks_total=blocks,
+        device="simulated",
+        dtype="none",
+    )
+    runner = SimulatedRunner(simulated.step_ms)
+    return BatchEngine(runner, SimulatedText(), info, settings.prefill_chunk, MAX_TOKENS_DEFAULT)
+
+
+def _word_id(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=2).digest(), "little") % VOCABULARY_SIZE
+
+
+def _base(sequence: Choice) -> int:
+    prompt = hashlib.blake2b(array("q", sequence.tokens[: sequence.prompt_length]).tobytes(), digest_size=8)
+    if sequence.sampling.temperature > 0:
+        prompt.update((sequence.sampling.seed & _U64).to_bytes(8, "little") + sequence.choice.to_bytes(4, "little"))
+    return int.from_bytes(prompt.digest(), "little")
+
+
+def _logprob(token: int, count: int) -> Logprob:
+    top = [(token + 977 * rank) % VOCABULARY_SIZE for rank in range(count)]
+    return Logprob(
+        id=token,
+        logprob=-0.5,
+        bytes=WORDS[token].encode(),
+        top=[TopLogprob(id=each, logprob=-0.5 - rank, bytes=WORDS[each].encode()) for rank, each in enumerate(top)],
+    )
