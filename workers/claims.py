@@ -1,0 +1,486 @@
+"""The worker's half of the wire: what one worker does about every rid it holds. Pure: events and the time in, actions out.
+
+The table of docs/protocol.md, "Worker", is implemented here and nowhere else. A rid is CLAIMED (its messages are held), or
+ACKED (done; its finished history is kept for a while for whoever still attaches), or not known.
+
+The driver calls one method for each event and performs the returned actions in their order; `tick` several times a second.
+All times are monotonic seconds. A run is one generation in the engine: `Start` names it by a fresh key.
+"""
+
+import msgspec
+
+from shared import subjects
+from shared.errors import Diverged, GenerationDeadline
+from shared.wire import Accepted, Attach, Frame, No, Ok, Release, Request, Wait, WireError, new_id
+from workers.engine.request import TokenEvent
+from workers.history import History, Match, positions_of
+
+_TRUSTED = subjects.frame_address(subjects.INGRESS_OWNER, "")
+
+
+class ClaimLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The timers of a worker's claims, in seconds, and its bounds."""
+
+    resend_s: float = 1.0  # accepted and terminal frames
+    orphan_grace_s: float = 15.0
+    history_kept_s: float = 60.0
+    history_tokens_max: int = 500_000  # of all kept histories together; the oldest go first
+    deadline_margin_s: float = 5.0  # the requester's own clock ends a generation first
+    deliveries_max: int = 100
+
+
+class Delivery(msgspec.Struct, kw_only=True):
+    """A message of REQ as it came out of a pull."""
+
+    request: Request
+    tenant: str
+    seq: int
+    handle: str  # its ack subject
+    reply: str  # Hr-Reply: the frame address of whoever published it
+    deliveries: int = 1  # from the ack subject: 1 is the first
+    resume: bool = False  # Hr-Resume
+    queued_ms: int = 0
+    generation_s: float = 600.0  # Hr-Generation-Ms
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Prepare the input and submit it to the engine as run `run`, going on after `prefix` (ids per choice)."""
+
+    run: str
+    request: Request
+    tenant: str
+    prefix: list[list[int]]
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Cancel the run, whether it is still being prepared or in the engine."""
+
+    run: str
+
+
+class Send(msgspec.Struct, gc=False):
+    """Send to a frame address, with a reply subject: no responders is an event."""
+
+    reply: str
+    item: Accepted | Frame | Ok | Wait | No
+
+
+class Ack(msgspec.Struct, frozen=True):
+    handle: str
+
+
+class Nak(msgspec.Struct, frozen=True):
+    """Hand the message back: it is redelivered at once."""
+
+    handle: str
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """Publish the message to the DLQ with `reason`, then TERM it."""
+
+    delivery: Delivery
+    reason: str
+
+
+Action = Start | Abort | Send | Ack | Nak | DeadLetter
+
+
+class _Subscriber:
+    """A requester that is sent frames under `sid`. `awaiting`: its attach, while the history has not reached its position."""
+
+    __slots__ = ("awaiting", "sid")
+
+    def __init__(self, sid: str, awaiting: Attach | None) -> None:
+        self.sid = sid
+        self.awaiting = awaiting
+
+
+class _Claim:
+    """A rid that this worker holds."""
+
+    __slots__ = (
+        "calling",
+        "deadline",
+        "delivery",
+        "error",
+        "handles",
+        "history",
+        "id",
+        "lost",
+        "orphan_at",
+        "resend_at",
+        "rid",
+        "run",
+        "runs",
+        "seq",
+        "subscribers",
+    )
+
+    def __init__(self, delivery: Delivery, now: float, limits: ClaimLimits) -> None:
+        self.id = new_id()
+        self.rid = delivery.request.rid
+        self.delivery = delivery
+        self.seq = delivery.seq  # of the latest message
+        self.handles = {delivery.seq: delivery.handle}
+        self.history: History | None = None  # None: not started
+        self.error: WireError | None = None
+        self.run = ""  # in the engine, or on its way there
+        self.runs = 0
+        self.subscribers: dict[str, _Subscriber] = {}
+        self.calling = True  # accepted is repeated
+        self.lost = False  # somebody it spoke to was not there
+        self.orphan_at: float | None = None
+        self.resend_at = now + limits.resend_s
+        self.deadline = now + delivery.generation_s + limits.deadline_margin_s
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or (self.history is not None and not self.history.unfinished)
+
+
+class ClaimTable:
+    """All rids of one worker."""
+
+    def __init__(self, worker: str, limits: ClaimLimits) -> None:
+        self.worker = worker
+        self.limits = limits
+        self.draining = False
+        self.orphans = 0  # claims ended because nobody was left
+        self.restarts = 0  # runs started again from a requester's ids
+        self.redeliveries = 0  # claims of a message that was delivered before
+        self._claims: dict[str, _Claim] = {}
+        self._runs: dict[str, _Claim] = {}
+        self._kept: dict[str, tuple[_Claim, float]] = {}  # ACKED, oldest first, with the time to forget it
+        self._kept_tokens = 0
+
+    # -- queries -------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Claims held, finished or not: messages that are not acked."""
+        return len(self._claims)
+
+    @property
+    def holding(self) -> int:
+        """Claims that hold a slot: credit for pulls is slots less this. A finished one holds none."""
+        return sum(not claim.ended for claim in self._claims.values())
+
+    def handles(self) -> list[str]:
+        """The ack subjects that the in-progress loop keeps alive."""
+        return [handle for claim in self._claims.values() for handle in claim.handles.values()]
+
+    # -- the broker ----------------------------------------------------------------------------------------------------
+
+    def message(self, delivery: Delivery, now: float) -> list[Action]:
+        """A message was pulled."""
+        rid = delivery.request.rid
+        claim = self._claims.get(rid)
+        if claim is not None:  # one more handle on what runs already
+            claim.handles[delivery.seq] = delivery.handle
+            claim.seq = delivery.seq
+            return []
+        if delivery.deliveries > self.limits.deliveries_max:
+            return [DeadLetter(delivery, f"delivered {delivery.deliveries} times")]
+        if self.draining:
+            return [Nak(delivery.handle)]
+        self._forget_kept(rid)
+        claim = self._claims[rid] = _Claim(delivery, now, self.limits)
+        actions: list[Action] = []
+        self._accept(claim, actions)
+        if delivery.deliveries == 1 and not delivery.resume:
+            # Nobody can have tokens of it yet: the prefill overlaps with the attach.
+            self._start(claim, [[] for _ in range(delivery.request.sampling.n)], actions)
+        elif not delivery.resume:
+            self.redeliveries += 1
+        return actions
+
+    # -- requesters ----------------------------------------------------------------------------------------------------
+
+    def attach(self, attach: Attach, broadcast: bool, now: float) -> list[Action]:
+        """A requester asks for the tokens after what it has. To a broadcast, "not here" is silence."""
+        claim = self._claims.get(attach.rid)
+        actions: list[Action] = []
+        kept = self._kept.get(attach.rid)
+        if claim is None and kept is not None and self._fits(kept[0], attach):
+            history = kept[0].history
+            if history is not None and history.match(attach) is Match.EXTENDS:
+                self._serve(kept[0], attach, now, actions)
+        elif claim is not None and self._fits(claim, attach):
+            self._attach(claim, attach, now, actions)
+        if not actions and not broadcast:
+            actions.append(Send(attach.reply, No(attach.rid, attach.sid)))
+        return actions
+
+    def release(self, release: Release, now: float) -> list[Action]:
+        """A requester is done with the rid, or is served by another claim (fenced)."""
+        actions: list[Action] = []
+        claim = self._claims.get(release.rid)
+        if claim is None:
+            return actions
+        subscriber = claim.subscribers.get(release.reply)
+        if release.done:
+            if release.reply == claim.delivery.reply:
+                claim.calling = False
+            elif subscriber is None:
+                return actions
+            claim.subscribers.pop(release.reply, None)
+            if not claim.subscribers:
+                self._ack(claim, now, actions, keep=True)
+        elif subscriber is not None and subscriber.sid == release.sid:
+            del claim.subscribers[release.reply]
+            if not claim.subscribers:
+                self._forget(claim, actions)  # no ack and no NAK: the other claim may hold the same message
+        return actions
+
+    def no_responders(self, reply: str, now: float) -> list[Action]:
+        """Nobody listens on a frame address: after a restart of the broker that may be so for a moment only."""
+        for claim in self._claims.values():
+            if claim.subscribers.pop(reply, None) is not None:
+                self._lose(claim, now)
+            elif reply == claim.delivery.reply and claim.calling:
+                if claim.subscribers:
+                    claim.calling = False
+                else:
+                    self._lose(claim, now)
+        return []
+
+    # -- the engine ----------------------------------------------------------------------------------------------------
+
+    def tokens(self, events: list[TokenEvent], now: float) -> list[Action]:
+        """One step's events."""
+        actions: list[Action] = []
+        for event in events:
+            claim = self._runs.get(event.key)
+            if claim is None or claim.history is None:
+                continue  # aborted in the meantime
+            if event.error is not None:
+                self._fail(claim, WireError(*event.error), now, actions)
+                continue
+            index = claim.history.append(event)
+            for reply, subscriber in list(claim.subscribers.items()):
+                if subscriber.awaiting is not None:
+                    self._settle(claim, reply, subscriber.awaiting, now, actions)
+                    continue
+                frame = Frame(
+                    claim.rid,
+                    claim.id,
+                    subscriber.sid,
+                    event.choice,
+                    index,
+                    event.ids,
+                    event.text,
+                    event.logprobs,
+                    event.finish,
+                    event.usage,
+                )
+                actions.append(Send(reply, frame))
+            if not claim.history.unfinished:
+                self._run_over(claim, now)
+        return actions
+
+    def failed(self, run: str, error: WireError, now: float) -> list[Action]:
+        """The input of a run was refused, or the engine failed on it."""
+        actions: list[Action] = []
+        claim = self._runs.get(run)
+        if claim is not None:
+            self._fail(claim, error, now, actions)
+        return actions
+
+    # -- time and the end ------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """All timers that are due."""
+        actions: list[Action] = []
+        for claim in list(self._claims.values()):
+            if claim.orphan_at is not None and now >= claim.orphan_at:
+                self.orphans += 1
+                self._ack(claim, now, actions, keep=False)
+            elif now >= claim.deadline and not claim.ended:
+                if claim.run:
+                    actions.append(Abort(claim.run))
+                error = WireError(GenerationDeadline.code, "the generation did not finish in time")
+                self._fail(claim, error, now, actions)
+            elif now >= claim.resend_at:
+                claim.resend_at = now + self.limits.resend_s
+                if claim.calling:
+                    self._accept(claim, actions)
+                if claim.ended:
+                    self._terminals(claim, actions)
+        for rid, (_, until) in list(self._kept.items()):
+            if now < until:
+                break
+            self._forget_kept(rid)
+        return actions
+
+    def drain(self) -> None:
+        """No new claims from now on; what is claimed goes on."""
+        self.draining = True
+
+    def stop(self) -> list[Action]:
+        """Leave in good order: tell subscribers, hand all messages back."""
+        actions: list[Action] = []
+        for claim in list(self._claims.values()):
+            for reply, subscriber in claim.subscribers.items():
+                actions.append(Send(reply, No(claim.rid, subscriber.sid)))
+            actions += [Nak(handle) for handle in claim.handles.values()]
+            self._forget(claim, actions)
+        return actions
+
+    def abandon(self) -> list[Action]:
+        """The engine hangs: hand all messages back and say nothing more."""
+        return [Nak(handle) for handle in self.handles()]
+
+    # -- attach ----------------------------------------------------------------------------------------------------------
+
+    def _fits(self, claim: _Claim, attach: Attach) -> bool:
+        """Whether the attach speaks of as many choices as the request has."""
+        choices = claim.delivery.request.sampling.n
+        return len(positions_of(attach)) == choices and (attach.ids is not None or len(attach.digest or []) == choices)
+
+    def _attach(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
+        if claim.error is not None:
+            self._subscribe(claim, attach, awaiting=False)
+            actions.append(Send(attach.reply, self._error_frame(claim, attach.sid)))
+            return
+        if claim.history is None:
+            self._attach_unstarted(claim, attach, now, actions)
+            return
+        match = claim.history.match(attach)
+        alone = all(reply == attach.reply for reply in claim.subscribers)
+        if match is Match.EXTENDS:
+            self._subscribe(claim, attach, awaiting=False)
+            self._serve(claim, attach, now, actions)
+        elif alone and attach.ids is not None:
+            self._restart(claim, attach.ids, attach, now, actions)
+        elif alone and match is Match.UNTOLD:
+            self._restart(claim, claim.history.before(positions_of(attach)), attach, now, actions)
+        elif match is Match.SHORTER:
+            # Another one is being served: it must not lose the text of what this one has and it has not.
+            self._subscribe(claim, attach, awaiting=True)
+            actions.append(Send(attach.reply, Wait(claim.rid, claim.id, attach.sid)))
+
+    def _attach_unstarted(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
+        if attach.ids is not None:
+            self._restart(claim, attach.ids, attach, now, actions)
+        elif claim.lost or attach.reply == claim.delivery.reply:
+            # Whoever had the ids is gone: generate anew, and serve it only if that meets the digest.
+            self._restart(claim, [[] for _ in positions_of(attach)], attach, now, actions)
+        else:
+            actions.append(Send(attach.reply, Wait(claim.rid, claim.id, attach.sid)))
+
+    def _restart(
+        self, claim: _Claim, prefix: list[list[int]], attach: Attach, now: float, actions: list[Action]
+    ) -> None:
+        self.restarts += 1
+        self._start(claim, prefix, actions)
+        if claim.history is not None and claim.history.match(attach) is Match.EXTENDS:
+            self._subscribe(claim, attach, awaiting=False)
+            self._serve(claim, attach, now, actions)
+        else:
+            self._subscribe(claim, attach, awaiting=True)
+            actions.append(Send(attach.reply, Wait(claim.rid, claim.id, attach.sid)))
+
+    def _subscribe(self, claim: _Claim, attach: Attach, awaiting: bool) -> None:
+        claim.subscribers[attach.reply] = _Subscriber(attach.sid, attach if awaiting else None)
+        claim.orphan_at = None
+        if attach.reply == claim.delivery.reply:
+            claim.calling = False
+
+    def _serve(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
+        """Grant the attach and send everything from its position on."""
+        history = claim.history
+        if history is None:
+            return
+        positions = positions_of(attach)
+        ids = history.before(positions) if attach.ids is None else []
+        ack = claim.handles.get(claim.seq, "") if attach.reply.startswith(_TRUSTED) else ""
+        left = max(claim.deadline - self.limits.deadline_margin_s - now, self.limits.deadline_margin_s)
+        actions.append(Send(attach.reply, Ok(claim.rid, claim.id, attach.sid, claim.seq, ack, ids, int(left * 1000))))
+        actions += [Send(attach.reply, frame) for frame in history.frames(claim.rid, claim.id, attach.sid, positions)]
+
+    def _settle(self, claim: _Claim, reply: str, attach: Attach, now: float, actions: list[Action]) -> None:
+        """Check a subscriber that waits for the history to reach its position."""
+        history = claim.history
+        match = history.match(attach) if history is not None else Match.SHORTER
+        if match is Match.SHORTER:
+            return
+        if match is Match.EXTENDS:
+            claim.subscribers[reply].awaiting = None
+            self._serve(claim, attach, now, actions)
+            return
+        del claim.subscribers[reply]
+        self._lose(claim, now)
+        if attach.ids is None:
+            error = WireError(Diverged.code, "generating anew did not give the tokens that were sent before")
+            actions.append(Send(reply, Frame(claim.rid, claim.id, attach.sid, 0, 0, [], [], error=error)))
+        else:
+            actions.append(Send(reply, No(claim.rid, attach.sid)))
+
+    # -- a claim's life --------------------------------------------------------------------------------------------------
+
+    def _accept(self, claim: _Claim, actions: list[Action]) -> None:
+        reply = claim.delivery.reply
+        ack = claim.handles[claim.seq] if reply.startswith(_TRUSTED) else ""
+        actions.append(Send(reply, Accepted(claim.rid, claim.id, claim.seq, ack, claim.delivery.queued_ms)))
+
+    def _start(self, claim: _Claim, prefix: list[list[int]], actions: list[Action]) -> None:
+        self._stop_run(claim, actions)
+        claim.runs += 1
+        claim.run = f"{claim.id}.{claim.runs}"
+        claim.history = History(prefix)
+        self._runs[claim.run] = claim
+        actions.append(Start(claim.run, claim.delivery.request, claim.delivery.tenant, prefix))
+
+    def _stop_run(self, claim: _Claim, actions: list[Action]) -> None:
+        if claim.run:
+            del self._runs[claim.run]
+            actions.append(Abort(claim.run))
+            claim.run = ""
+
+    def _run_over(self, claim: _Claim, now: float) -> None:
+        self._runs.pop(claim.run, None)
+        claim.run = ""
+        claim.resend_at = now + self.limits.resend_s
+
+    def _fail(self, claim: _Claim, error: WireError, now: float, actions: list[Action]) -> None:
+        claim.error = error
+        self._run_over(claim, now)
+        self._terminals(claim, actions)
+
+    def _terminals(self, claim: _Claim, actions: list[Action]) -> None:
+        for reply, subscriber in claim.subscribers.items():
+            if claim.error is not None:  # to those that wait for their position as well
+                actions.append(Send(reply, self._error_frame(claim, subscriber.sid)))
+            elif claim.history is not None:
+                frames = claim.history.frames(claim.rid, claim.id, subscriber.sid)
+                actions += [Send(reply, frame) for frame in frames]
+
+    def _error_frame(self, claim: _Claim, sid: str) -> Frame:
+        return Frame(claim.rid, claim.id, sid, 0, 0, [], [], error=claim.error)
+
+    def _lose(self, claim: _Claim, now: float) -> None:
+        claim.lost = True
+        if not claim.subscribers and claim.orphan_at is None:
+            claim.orphan_at = now + self.limits.orphan_grace_s
+
+    def _forget(self, claim: _Claim, actions: list[Action]) -> None:
+        self._stop_run(claim, actions)
+        del self._claims[claim.rid]
+
+    def _ack(self, claim: _Claim, now: float, actions: list[Action], keep: bool) -> None:
+        self._forget(claim, actions)
+        actions += [Ack(handle) for handle in claim.handles.values()]
+        claim.handles = {}
+        claim.subscribers = {}
+        if keep and claim.ended and claim.error is None and claim.history is not None:
+            self._kept[claim.rid] = (claim, now + self.limits.history_kept_s)
+            self._kept_tokens += claim.history.tokens
+            while self._kept_tokens > self.limits.history_tokens_max:
+                self._forget_kept(next(iter(self._kept)))
+
+    def _forget_kept(self, rid: str) -> None:
+        found = self._kept.pop(rid, None)
+        if found is not None and found[0].history is not None:
+            self._kept_tokens -= found[0].history.tokens

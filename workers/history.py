@@ -1,0 +1,120 @@
+"""What one claim has generated, per choice, kept so that a subscriber can be served from any position."""
+
+import enum
+
+from shared.wire import Attach, Frame, Logprob, Usage, digest
+from workers.engine.request import TokenEvent
+
+FRAME_TOKENS_MAX = 256  # of one frame when a subscriber is brought up to date
+
+
+class Match(enum.Enum):
+    """How a history relates to what an attaching requester has."""
+
+    EXTENDS = "the requester's ids are a prefix of it: it can be served"
+    SHORTER = "it is shorter than the requester's position, and nothing is known to differ"
+    DIFFERS = "it is another generation"
+    UNTOLD = "the ids match, but the text of some that the requester lacks was never known here"
+
+
+class Choice:
+    """One choice. A run that was started from a prefix knows the text of what came after the prefix only."""
+
+    __slots__ = ("base", "finish", "ids", "logprobs", "text")
+
+    def __init__(self, prefix: list[int]) -> None:
+        self.ids = list(prefix)
+        self.base = len(prefix)  # text[0] and logprobs[0] belong to ids[base]
+        self.text: list[str] = []
+        self.logprobs: list[Logprob] | None = None
+        self.finish: str | None = None
+
+    def match_ids(self, ids: list[int]) -> Match:
+        have = len(self.ids)
+        if have < len(ids):
+            return Match.SHORTER if self.finish is None and ids[:have] == self.ids else Match.DIFFERS
+        if self.ids[: len(ids)] != ids:
+            return Match.DIFFERS
+        return Match.EXTENDS if len(ids) >= self.base else Match.UNTOLD
+
+    def match_digest(self, position: int, expected: str) -> Match:
+        if len(self.ids) < position:
+            return Match.SHORTER if self.finish is None else Match.DIFFERS
+        if digest(self.ids[:position]) != expected:
+            return Match.DIFFERS
+        return Match.EXTENDS if position >= self.base else Match.UNTOLD
+
+
+def positions_of(attach: Attach) -> list[int]:
+    """The position per choice from which the requester wants tokens."""
+    if attach.ids is not None:
+        return [len(ids) for ids in attach.ids]
+    return attach.next or []
+
+
+class History:
+    """The choices of one run and, at its end, its usage."""
+
+    __slots__ = ("choices", "unfinished", "usage")
+
+    def __init__(self, prefix: list[list[int]]) -> None:
+        self.choices = [Choice(ids) for ids in prefix]
+        self.unfinished = len(prefix)
+        self.usage: Usage | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(choice.ids) for choice in self.choices)
+
+    def append(self, event: TokenEvent) -> int:
+        """Take in what a step added; the index of its first token."""
+        choice = self.choices[event.choice]
+        index = len(choice.ids)
+        choice.ids += event.ids
+        choice.text += event.text
+        if event.logprobs is not None:
+            choice.logprobs = (choice.logprobs or []) + event.logprobs
+        if event.finish is not None and choice.finish is None:
+            choice.finish = event.finish
+            self.unfinished -= 1
+        self.usage = event.usage or self.usage
+        return index
+
+    def match(self, attach: Attach) -> Match:
+        """How this history relates to what the requester has, over all choices: the worst of them."""
+        if attach.ids is not None:
+            found = [choice.match_ids(ids) for choice, ids in zip(self.choices, attach.ids, strict=True)]
+        else:
+            expected = zip(self.choices, attach.next or [], attach.digest or [], strict=True)
+            found = [choice.match_digest(position, text) for choice, position, text in expected]
+        for worst in (Match.DIFFERS, Match.UNTOLD, Match.SHORTER):
+            if worst in found:
+                return worst
+        return Match.EXTENDS
+
+    def before(self, positions: list[int]) -> list[list[int]]:
+        """The ids before a position, per choice."""
+        return [choice.ids[:position] for choice, position in zip(self.choices, positions, strict=True)]
+
+    def frames(self, rid: str, claim: str, sid: str, positions: list[int] | None = None) -> list[Frame]:
+        """Everything from `positions` on, finishes included; without positions, the finishes only."""
+        frames: list[Frame] = []
+        last: Frame | None = None
+        for number, choice in enumerate(self.choices):
+            end = len(choice.ids)
+            start = end if positions is None else positions[number]
+            while start < end or choice.finish is not None:
+                stop = min(end, start + FRAME_TOKENS_MAX)
+                text = choice.text[start - choice.base : stop - choice.base]
+                part = choice.logprobs
+                logprobs = part[start - choice.base : stop - choice.base] if part is not None else None
+                frame = Frame(rid, claim, sid, number, start, choice.ids[start:stop], text, logprobs)
+                frames.append(frame)
+                start = stop
+                if stop == end:
+                    frame.finish = choice.finish
+                    last = frame if choice.finish is not None else last
+                    break
+        if last is not None and not self.unfinished:
+            last.usage = self.usage
+        return frames
