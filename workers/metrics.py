@@ -48,10 +48,14 @@ class WorkerMetrics:
     def __init__(self, model: str, version: str) -> None:
         self.registry = CollectorRegistry()
         self._values = [model, version]
+        self._worst_stall = 0.0
+        self._counted = (0, 0)
         self._server: WSGIServer | None = None
         self._thread: threading.Thread | None = None
         self.ttft = self._histogram("vllm:time_to_first_token_seconds", "From accepted to the first token", SECONDS)
-        self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice", SECONDS)
+        self.inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a choice", SECONDS
+        )
         self.queue = self._histogram("vllm:request_queue_time_seconds", "From stored to accepted", SECONDS)
         self.latency = self._histogram("vllm:e2e_request_latency_seconds", "From accepted to the last token", SECONDS)
         self.generated = self._histogram("vllm:request_generation_tokens", "Tokens generated for a request", TOKENS)
@@ -61,13 +65,25 @@ class WorkerMetrics:
         self.errors = Counter(
             "headrace_worker_errors", "Requests that ended in an error", [*LABELS, "code"], registry=self.registry
         )
-        self.redelivered = self._counter("headrace_redeliveries", "Messages that had been delivered before")
-        self.orphans = self._counter("headrace_orphans", "Requests that ended because nobody listened any more")
+        self._redelivered = self._counter("headrace_redeliveries", "Messages that had been delivered before")
+        self._orphans = self._counter("headrace_orphans", "Requests that ended because nobody listened any more")
         self.claims = self._gauge("headrace_claims", "Messages held that are not acked")
-        self.stall = self._gauge("headrace_event_loop_stall_seconds", "Worst stall of the event loop so far")
+        self._stall = self._gauge("headrace_event_loop_stall_seconds", "Worst stall of the event loop so far")
         self._cold = Gauge(
             "headrace_cold_start_seconds", "Cold start by phase", [*LABELS, "phase"], registry=self.registry
         )
+
+    def observe_stall(self, seconds: float) -> None:
+        """A stretch in which the event loop did not turn."""
+        if seconds > self._worst_stall:
+            self._worst_stall = seconds
+            self._stall.set(seconds)
+
+    def count_table(self, redeliveries: int, orphans: int) -> None:
+        """Totals of the claim table."""
+        self._redelivered.inc(redeliveries - self._counted[0])
+        self._orphans.inc(orphans - self._counted[1])
+        self._counted = redeliveries, orphans
 
     def finished(self, reason: str) -> None:
         self.success.labels(*self._values, reason).inc()

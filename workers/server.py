@@ -1,0 +1,305 @@
+"""What a loaded worker does: claims by free slots, runs the engine, speaks with requesters. The rules are `workers.claims`."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from shared import subjects, wire
+from shared.bus import Bus, Message
+from shared.errors import EngineFailed, HeadraceError, TooLarge, Unavailable
+from shared.pull import Puller
+from shared.records import Lease, Version
+from shared.settings import Settings
+from shared.streams import delivery_of
+from workers.claims import Abort, Ack, Action, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
+from workers.engine.request import Engine, EngineRequest, TokenEvent
+from workers.metrics import WorkerMetrics
+from workers.observer import RunObserver
+from workers.replier import Replier
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+ACK, NAK, IN_PROGRESS, TERM = b"+ACK", b"-NAK", b"+WPI", b"+TERM"
+
+
+class WorkerServer:
+    """One model version on one engine, from the first claim to the last."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: Settings,
+        version: Version,
+        worker: str,
+        engine: Engine,
+        metrics: WorkerMetrics,
+        on_first_token: Callable[[float], None],
+    ) -> None:
+        self._bus, self._settings, self._version, self._worker = bus, settings, version, worker
+        self._engine, self._metrics = engine, metrics
+        self._observer = RunObserver(metrics, on_first_token)
+        self._table = ClaimTable(
+            worker,
+            ClaimLimits(
+                resend_s=settings.resend_s,
+                orphan_grace_s=settings.orphan_grace_s,
+                history_kept_s=settings.history_kept_s,
+                deliveries_max=settings.deliveries_max,
+            ),
+        )
+        self._replier = Replier(bus, worker, self._on_gone)
+        consumer = subjects.consumer(
+            subjects.LANE_FAST, subjects.requests_of_lane(version.model, version.version, subjects.LANE_FAST)
+        )
+        self._puller = Puller(bus, subjects.REQ_STREAM, consumer, self._free, self._on_message)
+        self._prepare_thread = ThreadPoolExecutor(1, "prepare")
+        self._preparing: dict[str, asyncio.Task[None]] = {}
+        self._outgoing: list[tuple[str, bytes]] = []  # acks and the like, in order
+        self._outgoing_wake = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+        self._acted = asyncio.Event()
+        self._silent = False  # the engine hangs: nothing is kept alive any more
+        self._busy_at = time.time()
+
+    async def start(self) -> None:
+        """Start the engine and claim."""
+        self._engine.start(asyncio.get_running_loop(), self._on_events)
+        await self._replier.start()
+        await self._bus.subscribe(subjects.worker_control(self._worker), self._on_control)
+        broadcast = subjects.attach_broadcast(self._version.model, self._version.version)
+        await self._bus.subscribe(broadcast, self._on_broadcast)
+        self._loops = [asyncio.create_task(loop) for loop in (self._send(), self._keep_alive(), self._tick())]
+        await self._puller.start()
+
+    async def drain(self) -> None:
+        """Claim no more; let what is claimed finish within the drain budget; hand back the rest."""
+        self._table.drain()
+        await self._puller.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.drain_budget_s):
+                await self._empty()
+        log.info("drained; %d requests are handed back", len(self._table))
+        self._act(self._table.stop())
+
+    async def _empty(self) -> None:
+        while len(self._table):
+            self._acted.clear()
+            await self._acted.wait()
+
+    async def stop(self) -> None:
+        """Send what is pending and end the engine."""
+        for task in [*self._loops, *self._preparing.values()]:
+            task.cancel()
+        await asyncio.gather(*self._loops, *self._preparing.values(), *self._background, return_exceptions=True)
+        await self._puller.stop()
+        await self._replier.stop()
+        await self._flush()
+        await asyncio.to_thread(self._engine.stop)
+        self._prepare_thread.shutdown(cancel_futures=True)
+
+    async def watch_engine(self) -> None:
+        """Returns when the engine has finished no step within `step_ms_max` while one was running."""
+        limit_s = self._settings.step_ms_max / 1000
+        while True:
+            await asyncio.sleep(min(0.5, limit_s / 4))
+            started = self._engine.stats().step_started
+            if started and time.monotonic() - started > limit_s:
+                return
+
+    async def abandon(self) -> None:
+        """The engine hangs: hand every message back and fall silent."""
+        self._silent = True
+        for task in self._loops:
+            task.cancel()
+        await self._puller.stop()
+        self._act(self._table.abandon())
+        await self._flush()
+
+    def fill(self, lease: Lease) -> None:
+        """The load, as of now."""
+        stats, info = self._engine.stats(), self._engine.info
+        if len(self._table):
+            self._busy_at = time.time()
+        lease.slots, lease.running, lease.waiting = info.slots, stats.running, stats.waiting
+        lease.claims, lease.busy_at = len(self._table), self._busy_at
+        lease.blocks_used, lease.blocks_total = stats.blocks_used, info.blocks_total
+
+    # -- what arrives --------------------------------------------------------------------------------------------------
+
+    def _free(self) -> int:
+        return 0 if self._table.draining else self._engine.info.slots - self._table.holding
+
+    def _on_message(self, message: Message) -> None:
+        if "Nats-Marker-Reason" in message.headers:  # a marker that a message expired is not a request
+            self._out(message.reply, ACK)
+            return
+        try:
+            delivery = read_delivery(message)
+        except (msgspec.DecodeError, ValueError, KeyError) as error:
+            log.error("a message on %s is not a request: %s", message.subject, error)
+            self._do(self._bury(message.subject, message.data, message.headers, message.reply, str(error)))
+            return
+        self._busy_at = time.time()
+        self._observer.claimed(delivery)
+        self._act(self._table.message(delivery, time.monotonic()))
+
+    def _on_control(self, message: Message) -> None:
+        now = time.monotonic()
+        for item in wire.decode_to_worker(message.data).items:
+            if isinstance(item, wire.Attach):
+                self._act(self._table.attach(item, False, now))
+            else:
+                self._act(self._table.release(item, now))
+
+    def _on_broadcast(self, message: Message) -> None:
+        now = time.monotonic()
+        for item in wire.decode_to_worker(message.data).items:
+            if isinstance(item, wire.Attach):
+                self._act(self._table.attach(item, True, now))
+
+    def _on_gone(self, address: str) -> None:
+        self._act(self._table.no_responders(address, time.monotonic()))
+
+    def _on_events(self, events: list[TokenEvent]) -> None:
+        now = time.monotonic()
+        self._observer.step(events, now)
+        self._act(self._table.tokens(events, now))
+
+    # -- what is done --------------------------------------------------------------------------------------------------
+
+    def _act(self, actions: list[Action]) -> None:
+        if self._silent:
+            actions = [action for action in actions if isinstance(action, Nak)]
+        for action in actions:
+            match action:
+                case Send():
+                    self._replier.send(action.reply, action.item)
+                case Start():
+                    self._preparing[action.run] = asyncio.create_task(self._prepare(action))
+                case Abort():
+                    if (task := self._preparing.pop(action.run, None)) is not None:
+                        task.cancel()
+                    self._engine.cancel(action.run)
+                    self._observer.aborted(action.run)
+                case Ack():
+                    self._out(action.handle, ACK)
+                case Nak():
+                    self._out(action.handle, NAK)
+                case DeadLetter():
+                    self._do(self._dead_letter(action))
+        self._acted.set()
+        self._puller.pump()
+
+    async def _prepare(self, start: Start) -> None:
+        request = start.request
+        loop = asyncio.get_running_loop()
+        try:
+            prompt_ids = await loop.run_in_executor(
+                self._prepare_thread, self._engine.prepare, request.input, request.sampling
+            )
+        except HeadraceError as error:
+            refused = wire.WireError(error.code, error.message, error.param)
+        except Exception as error:  # whatever a tokenizer or a template raises: it concerns this request only
+            log.exception("request %s could not be prepared", request.rid)
+            refused = wire.WireError(EngineFailed.code, f"the input could not be prepared: {error!r}")
+        else:
+            self._preparing.pop(start.run, None)
+            self._observer.started(start, time.monotonic())
+            self._engine.submit(
+                EngineRequest(
+                    key=start.run,
+                    tenant=start.tenant,
+                    prompt_ids=prompt_ids,
+                    sampling=request.sampling,
+                    prefix=start.prefix,
+                )
+            )
+            return
+        self._preparing.pop(start.run, None)
+        self._metrics.failed(refused.code)
+        self._act(self._table.failed(start.run, refused, time.monotonic()))
+
+    def _out(self, subject: str, data: bytes) -> None:
+        self._outgoing.append((subject, data))
+        self._outgoing_wake.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._outgoing_wake.wait()
+            self._outgoing_wake.clear()
+            await self._flush()
+
+    async def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        for subject, data in outgoing:
+            await self._bus.publish(subject, data)
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.in_progress_every_s)
+            for handle in self._table.handles():
+                await self._bus.publish(handle, IN_PROGRESS)
+
+    async def _tick(self) -> None:
+        expected = time.monotonic()
+        while True:
+            now = time.monotonic()
+            self._metrics.observe_stall(now - expected)
+            self._act(self._table.tick(now))
+            self._metrics.claims.set(len(self._table))
+            self._metrics.count_table(self._table.redeliveries, self._table.orphans)
+            expected = now + TICK_S
+            await asyncio.sleep(TICK_S)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _dead_letter(self, action: DeadLetter) -> None:
+        delivery = action.delivery
+        request = delivery.request
+        subject = subjects.dead_letter(request.model, request.version, delivery.tenant)
+        headers = {wire.HEADER_MSG_ID: f"{request.rid}.dlq", wire.HEADER_REPLY: delivery.reply}
+        await self._bury(subject, wire.encode(request), headers, delivery.handle, action.reason)
+
+    async def _bury(self, subject: str, data: bytes, headers: dict[str, str], handle: str, reason: str) -> None:
+        """Keep the message in the DLQ, then end it in its stream. If it cannot be kept, it is delivered again."""
+        if not subject.startswith("dlq."):
+            subject = subjects.dead_letter(
+                self._version.model, self._version.version, subjects.tenant_of_request(subject)
+            )
+        kept = {wire.HEADER_MSG_ID: headers.get(wire.HEADER_MSG_ID, wire.new_id()), wire.HEADER_REASON: reason[:500]}
+        try:
+            await self._bus.publish_durable(subject, data, kept)
+        except (Unavailable, TooLarge) as error:
+            log.warning("a message could not be kept in the DLQ: %s", error.message)
+            return
+        self._out(handle, TERM)
+
+
+def read_delivery(message: Message) -> Delivery:
+    """A pulled message as the claim table takes it. Raises DecodeError, ValueError or KeyError for what is no request."""
+    headers = message.headers
+    as_json = headers.get("Content-Type", "").startswith("application/json")
+    request = (wire.decode_request_json if as_json else wire.decode_request_msgpack)(message.data)
+    where = delivery_of(message.reply)
+    return Delivery(
+        request=request,
+        tenant=subjects.tenant_of_request(message.subject),
+        seq=where.sequence,
+        handle=message.reply,
+        reply=headers[wire.HEADER_REPLY],
+        deliveries=where.delivered,
+        resume=headers.get(wire.HEADER_RESUME) == "1",
+        queued_ms=max(0, int(time.time() * 1000) - where.stored_ms),
+        generation_s=int(headers.get(wire.HEADER_GENERATION_MS, "600000")) / 1000,
+    )
