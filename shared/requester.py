@@ -207,8 +207,8 @@ class Requester:
         if stored:
             self.has_body = True
         if seq == self.seq and self.worker is None:
-            self._gone = not stored
-            if self._gone and self.has_body and not self._publishing:
+            self._gone = not stored and not self.has_body
+            if not stored and self.has_body and not self._publishing:
                 self._publishing = True
                 self._copies += 1
                 actions.append(Republish(self._copies))
@@ -524,7 +524,7 @@ class Requester:
     def _end(self, error: HeadraceError | None, actions: list[Action]) -> None:
         if self.worker is not None:
             actions.append(SendRelease(self.worker, Release(self.rid, self.sid, self.reply, True)))
-        elif error is not None and self.publisher and not self._seen and not self.keyed:
+        elif error is not None and self.publisher and not (self._seen or self.keyed or self._unseen):
             self._delete_late = self.seq is None
             if self.seq is not None:
                 actions.append(DeleteMessage(self.seq))

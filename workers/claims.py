@@ -192,8 +192,7 @@ class ClaimTable:
         if delivery.deliveries == 1 and not delivery.resume:
             # Nobody can have tokens of it yet: the prefill overlaps with the attach.
             self._start(claim, [[] for _ in range(delivery.request.sampling.n)], actions)
-        elif not delivery.resume:
-            self.redeliveries += 1
+        self.redeliveries += delivery.deliveries > 1
         return actions
 
     # -- requesters ----------------------------------------------------------------------------------------------------
