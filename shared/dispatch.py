@@ -137,7 +137,7 @@ class Dispatcher:
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        await self._bus.subscribe(self.address, self._on_batch)
+        self._address_subscription = await self._bus.subscribe(self.address, self._on_batch)
         await self._bus.subscribe(self._control + ".*", self._on_control)
         self._bus.on_reconnect(self._on_reconnect)
         self._loops = [asyncio.create_task(self._send()), asyncio.create_task(self._tick())]

@@ -1,0 +1,246 @@
+"""Requesters and real worker processes over a real broker, and what happens when one of them dies."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared import subjects, wire
+from shared.errors import BadRequest, ContextLength, HeadraceError, QueueDeadline, VersionFailed
+from shared.records import Version
+from workers.main import EXIT_FAILED, EXIT_HUNG
+
+from .conftest import Fleet, read, text_of, until
+
+RunFleet = Callable[..., None]
+
+
+def test_a_stream_is_contiguous_and_leaves_nothing_behind(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        stream = await fleet.submit(max_tokens=64)
+        deltas = await read(stream)
+        assert sum(len(delta.ids) for delta in deltas) == 64
+        assert [delta.finish for delta in deltas] == [None] * 63 + ["length"]
+        assert stream.usage == wire.Usage(2, 64, 0)
+        assert stream.claims == 1
+        again = await read(await fleet.submit(max_tokens=64))
+        assert again == deltas
+        await fleet.idle()
+
+    run_fleet(work)
+
+
+def test_requests_wait_for_the_first_worker(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        streams = [await fleet.submit(f"number {number}", max_tokens=5) for number in range(20)]
+        assert fleet.dispatcher.queued(subjects.LOCAL_TENANT) == 20
+        fleet.spawn()
+        for stream in streams:
+            assert len(await read(stream)) == 5
+        assert fleet.dispatcher.queued(subjects.LOCAL_TENANT) == 0
+        await fleet.idle()
+
+    run_fleet(work)
+
+
+def test_a_killed_workers_streams_go_on_elsewhere_without_a_seam(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        first = fleet.spawn()
+        await fleet.active(first)
+        undisturbed = [await fleet.submit(f"p {number}", max_tokens=60, n=2, seed=7) for number in range(6)]
+        wanted = [await read(stream) for stream in undisturbed]
+        streams = [await fleet.submit(f"p {number}", max_tokens=60, n=2, seed=7) for number in range(6)]
+        begun = [await stream.next(10) for stream in streams]
+        fleet.workers[first].kill()
+        await fleet.active(fleet.spawn())
+        for stream, head, want in zip(streams, begun, wanted, strict=True):
+            deltas = head + await read(stream)
+            assert stream.claims == 2
+            for choice in (0, 1):
+                ids = [token for delta in deltas if delta.choice == choice for token in delta.ids]
+                assert ids == [token for delta in want if delta.choice == choice for token in delta.ids]
+                assert text_of(deltas, choice) == text_of(want, choice)
+            assert stream.usage == wire.Usage(2, 120, 0)
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms")
+
+
+def test_a_stopped_worker_is_replaced_and_fenced_when_it_wakes(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        first, second = fleet.spawn(), fleet.spawn()
+        await fleet.active(first)
+        await fleet.active(second)
+        streams = [await fleet.submit(f"p {number}", max_tokens=100) for number in range(8)]
+        begun = [await stream.next(10) for stream in streams]
+        fleet.workers[first].send_signal(signal.SIGSTOP)
+        for stream, head in zip(streams, begun, strict=True):
+            assert sum(len(delta.ids) for delta in head + await read(stream)) == 100
+        assert {stream.claims for stream in streams} == {1, 2}
+        fleet.workers[first].send_signal(signal.SIGCONT)
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms", ack_wait_s=2.0, in_progress_every_s=0.5, pull_expires_s=1.0)
+
+
+def test_cancel_frees_everything(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        running = await fleet.submit(max_tokens=5000)
+        await running.next(10)
+        queued = await fleet.submit(max_tokens=5000)
+        for stream in (running, queued):
+            stream.cancel()
+            stream.cancel()
+            with pytest.raises(HeadraceError, match="cancelled"):
+                await read(stream)
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms")
+
+
+def test_cancel_in_the_queue_removes_the_message(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        stream = await fleet.submit()
+        stream.cancel()
+        await fleet.idle()
+
+    run_fleet(work)
+
+
+def test_refused_input_is_an_error_of_its_code(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        with pytest.raises(BadRequest, match="empty"):
+            await read(await fleet.submit(" "))
+        with pytest.raises(ContextLength, match="8192"):
+            await read(await fleet.submit("word " * 9000))
+        assert len(await read(await fleet.submit())) == 40
+        await fleet.idle()
+
+    run_fleet(work)
+
+
+def test_both_clocks(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        parked = await fleet.submit()
+        with pytest.raises(QueueDeadline):
+            await read(parked)
+        await fleet.idle()
+        await fleet.active(fleet.spawn())
+        slow = await fleet.submit(max_tokens=8000)
+        with pytest.raises(HeadraceError) as error:
+            await read(slow)
+        assert error.value.code == "generation_deadline"
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms", queue_deadline_s=0.5, generation_deadline_s=1.0)
+
+
+def test_a_failed_version_ends_what_waits_for_it(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        stream = await fleet.submit()
+        fleet.dispatcher.version_changed(
+            Version(model="m", version="v", state="failed", source="s3", reason="weights are corrupt")
+        )
+        with pytest.raises(VersionFailed, match="weights are corrupt"):
+            await read(stream)
+        await fleet.idle()
+
+    run_fleet(work)
+
+
+def test_a_worker_drains_on_sigterm_and_hands_over_what_does_not_fit(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        first = fleet.spawn()
+        await fleet.active(first)
+        short, long = await fleet.submit(max_tokens=40), await fleet.submit(max_tokens=150)
+        heads = [await short.next(10), await long.next(10)]
+        fleet.workers[first].terminate()
+        fleet.spawn()
+        assert await fleet.exit_status(first) == 0
+        assert sum(len(delta.ids) for delta in heads[0] + await read(short)) == 40
+        assert short.claims == 1
+        assert sum(len(delta.ids) for delta in heads[1] + await read(long)) == 150
+        assert long.claims == 2
+        assert await fleet.lease(first) is None
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms", drain_budget_s=1.5)
+
+
+def test_a_broker_restart_is_a_pause(run_fleet: RunFleet, nats_server: Any) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        streams = [await fleet.submit(f"p {number}", max_tokens=100) for number in range(10)]
+        heads = [await stream.next(10) for stream in streams]
+        await asyncio.to_thread(nats_server.kill)
+        await until(lambda: not fleet.bus.connected)
+        await asyncio.to_thread(nats_server.start)
+        for stream, head in zip(streams, heads, strict=True):
+            assert sum(len(delta.ids) for delta in head + await read(stream)) == 100
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms", publish_timeout_s=10)
+
+
+def test_garbage_goes_to_the_dead_letters_and_stops_nobody(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        subject = subjects.request("m", "v", subjects.LANE_FAST, subjects.LOCAL_TENANT)
+        bodies = (b"", b"not msgpack", wire.encode({"rid": 5}), b"\xc1" * 100)
+        for number, body in enumerate(bodies):
+            headers = {"Nats-Msg-Id": f"garbage-{number}", "Nats-TTL": "60", "Hr-Reply": "tok.ingress.nobody"}
+            await fleet.bus.publish_durable(subject, body, headers)
+        await fleet.bus.publish(subjects.worker_control("w1"), b"\xc1garbage")
+        await fleet.bus.publish(fleet.dispatcher.address, b"\xc1garbage")
+        assert len(await read(await fleet.submit())) == 40
+        await fleet.idle()
+        assert (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages == len(bodies)
+
+    run_fleet(work)
+
+
+def test_an_orphan_is_given_up_after_the_grace(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        stream = await fleet.submit(max_tokens=8000)
+        await stream.next(10)
+        await fleet.dispatcher._address_subscription.unsubscribe()  # as if the process were gone
+        start = time.monotonic()
+        await fleet.idle()
+        assert time.monotonic() - start < 5
+
+    run_fleet(work, source="sim:fixed-20ms", orphan_grace_s=0.5, silence_s=60.0)
+
+
+def test_a_hung_engine_ends_the_worker_and_its_requests_go_on(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        first = fleet.spawn()
+        await fleet.active(first)
+        stream = await fleet.submit(max_tokens=3)  # a step takes longer than the watchdog allows
+        assert await fleet.exit_status(first) == EXIT_HUNG
+        info = await fleet.bus.consumer_info(
+            subjects.REQ_STREAM, subjects.consumer("fast", subjects.requests_of_lane("m", "v", "fast"))
+        )
+        assert info is not None
+        assert info.num_pending + info.num_ack_pending == 1
+        stream.cancel()
+
+    run_fleet(work, source="sim:fixed-9000ms", step_ms_max=500.0)
+
+
+def test_a_version_that_cannot_load_says_why(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        worker = fleet.spawn()
+        assert await fleet.exit_status(worker) == EXIT_FAILED
+        lease = await fleet.lease(worker)
+        assert lease is not None
+        assert (lease.state, lease.permanent) == ("failed", True)
+        assert "no-such-profile" in lease.reason
+
+    run_fleet(work, source="sim:no-such-profile")
