@@ -106,19 +106,21 @@ def _of_process(process: WorkerProcess, seen: SeenLease | None) -> Member:
 def plan(decision: Decision, fleet: Iterable[Member], starts: Starts, now: float, settings: Settings) -> Plan:
     """The difference between what is desired of one version and `fleet`, its members.
 
-    Starts wait for the back-off. Drained are those with the fewest claims, a cold one before a loaded one, the oldest
-    first; killed are only those that overran their budget, and those that hang.
+    Starts wait for the back-off, and until a worker that failed is gone and judged. Drained are those with the fewest
+    claims, a cold one before a loaded one, the oldest first; killed are only those that overran their budget or hang.
     """
     fleet = list(fleet)
     replicas = [member for member in fleet if member.is_replica]
     surplus = len(replicas) - decision.desired
+    failing = any(member.state == "failed" for member in fleet)
+    may_start = not starts.hopeless and not failing and now >= starts.retry_at
     drains: tuple[str, ...] = ()
     if surplus > 0:
         ours = [member for member in replicas if member.local]
         ours.sort(key=lambda member: (member.claims, member.state == "active", member.since))
         drains = tuple(member.worker for member in ours[:surplus])
     return Plan(
-        starts=-surplus if surplus < 0 and now >= starts.retry_at else 0,
+        starts=-surplus if surplus < 0 and may_start else 0,
         drains=drains,
         kills=tuple(
             Kill(worker=member.worker, reason=reason)

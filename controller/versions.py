@@ -6,6 +6,7 @@ compare-and-set, so that it never undoes what somebody else wrote meanwhile.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 WRITE_TRIES_MAX = 5
 RETRY_S = 1.0
+DEFECT_RETRY_S = 30.0
 
 Verify = Callable[[Version], None]
 
@@ -50,11 +52,8 @@ class Versions:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def step(self, starts: Mapping[VersionKey, Starts], staffed: set[VersionKey], now: float) -> None:
-        """Start what is due. `staffed` are the versions that still have workers. Raises what an earlier task raised."""
-        for name, task in list(self._tasks.items()):
-            if task.done():
-                del self._tasks[name]
-                task.result()
+        """Start what is due. `staffed` are the versions that still have workers."""
+        self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
         observer = self._observer
         retired = {name for name, record in observer.records.items() if record.state == "retired"}
         self._cleaned &= retired
@@ -63,7 +62,6 @@ class Versions:
                 continue
             work = self._due(name, starts.get(name, Starts()), name in staffed, now)
             if work is not None:
-                self._not_before[name] = now + RETRY_S
                 self._tasks[name] = asyncio.create_task(self._guarded(name, work), name=f"version {name}")
         for name in self._not_before.keys() - observer.records.keys() - observer.removed:
             del self._not_before[name]
@@ -85,7 +83,7 @@ class Versions:
             lag = self._observer.lag.get(name)
             if settled and lag is not None and lag.total:
                 return self._purge(name)
-        elif settled and not staffed and name not in self._cleaned:
+        elif state in ("retired", "deleted") and settled and not staffed and name not in self._cleaned:
             return self._clean(name)
         return None
 
@@ -93,7 +91,11 @@ class Versions:
         try:
             await work
         except (Unavailable, TimeoutError) as error:
+            self._not_before[name] = time.monotonic() + RETRY_S
             log.warning("%s@%s: %s; trying again", *name, error)
+        except Exception:  # a defect, or a record that nobody foresaw: it must not stop the loop for the other versions
+            self._not_before[name] = time.monotonic() + DEFECT_RETRY_S
+            log.exception("%s@%s: trying again in %.0f s", *name, DEFECT_RETRY_S)
 
     async def _make_available(self, record: Version) -> None:
         name = (record.model, record.version)
@@ -102,7 +104,7 @@ class Versions:
                 await asyncio.to_thread(self._verify, record)
             except ObjectsUnavailable as error:
                 await self._write(name, "registered", "registered", error.message)
-                return
+                raise
             except HeadraceError as error:
                 await self._write(name, "registered", "failed", error.message)
                 return
