@@ -8,15 +8,15 @@ import json
 import os
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.stack.ports import GRPC_OFFSET
-from shared.settings import MIB
+from headrace.stack.ports import GRPC_OFFSET, free_ports
+from shared.settings import MIB, Settings
 
 HOST = "127.0.0.1"
 MAX_PAYLOAD_BYTES = 8 * MIB
@@ -68,7 +68,7 @@ def nats(directory: Path, port: int) -> Server:
 
 
 def objects(directory: Path, ports: ObjectPorts, access_key: str, secret_key: str) -> Server:
-    """SeaweedFS with an S3 door that accepts only the given keys, its volumes in `directory`.
+    """SeaweedFS with an S3 door that accepts only the given keys (empty: anybody), its volumes in `directory`.
 
     The keys travel in the environment, where other users of the machine cannot read them. GOMEMLIMIT holds its memory
     after large puts. Two of its sockets can be named, relative to its directory; `object_sockets` lists the others.
@@ -94,7 +94,9 @@ def objects(directory: Path, ports: ObjectPorts, access_key: str, secret_key: st
         "-admin.ui=false",
         "-master.telemetry=false",
     ]
-    env = {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key, "GOMEMLIMIT": "192MiB"}
+    env = {"GOMEMLIMIT": "192MiB"}
+    if access_key:
+        env |= {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
     return Server(name="objects", argv=argv, env=env, directory=str(directory), url=f"http://{HOST}:{ports.s3}")
 
 
@@ -104,6 +106,23 @@ def object_sockets(ports: ObjectPorts) -> list[Path]:
         Path(f"/tmp/seaweedfs-{part}-grpc-{getattr(ports, part) + GRPC_OFFSET}.sock")
         for part in ObjectPorts.__struct_fields__
     ]
+
+
+def become(name: str, settings: Settings) -> NoReturn:
+    """Replace this process by a server on the address that the settings name: for runners of the Procfile.
+
+    Raises ValueError for a name that is no server of the stack.
+    """
+    if name == "nats":
+        server = nats(settings.data_path / "nats", urlsplit(settings.nats_url).port or 4222)
+    elif name == "objects":
+        inner = free_ports(4)
+        ports = ObjectPorts(urlsplit(settings.s3_endpoint).port or 8333, *inner)
+        server = objects(settings.data_path / "objects", ports, settings.s3_access_key, settings.s3_secret_key)
+    else:
+        raise ValueError(f"{name} is no server of the stack: there are nats and objects")
+    os.chdir(server.directory)
+    os.execve(server.argv[0], server.argv, environment(server))
 
 
 def environment(server: Server, base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -127,18 +146,22 @@ async def nats_ready(url: str) -> bool:
         writer.close()
 
 
-def http_status(url: str, timeout_s: float = 1.0) -> int:
-    """The status of GET `url`; 0 when nothing answers."""
+async def http_status(url: str, timeout_s: float = 2.0) -> int:
+    """The status of GET `url` (plain http); 0 when nothing answers. No client library: the supervisor stays small."""
+    parts = urlsplit(url)
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
-    except OSError:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+            try:
+                writer.write(f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+                status = (await reader.readline()).split()
+                return int(status[1]) if len(status) > 1 else 0
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError):
         return 0
 
 
 async def s3_ready(url: str) -> bool:
     """Whether an S3 server answers at `url`: any answer below 500, a refusal included."""
-    return 0 < await asyncio.to_thread(http_status, url) < 500
+    return 0 < await http_status(url) < 500

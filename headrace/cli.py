@@ -1,0 +1,150 @@
+"""The `headrace` command. Every command imports what it needs when it runs, so that the others start at once."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from headrace import models
+from headrace.globals import Globals
+from headrace.stack.state import StackError
+from shared.errors import HeadraceError
+from shared.settings import SettingsError
+
+app = typer.Typer(
+    help="Headrace serves language models over a durable queue.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(models.app, name="models")
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    data: Annotated[
+        str | None, typer.Option(metavar="DIR", envvar="HEADRACE_DATA", help="The data directory (default .headrace).")
+    ] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="An ingress, instead of the local stack's.")] = None,
+) -> None:
+    context.obj = Globals(data, url)
+
+
+@app.command()
+def up(
+    context: typer.Context,
+    detach: Annotated[bool, typer.Option("--detach", help="Go on in the background once it is ready.")] = False,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of HTTP (default 8000; 0: any free one).")] = None,
+    demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Register the demo model on first use.")] = True,
+    report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Start the local stack: NATS, an object store, an ingress and a controller. Workers start with the first request."""
+    from headrace import up as stack
+
+    data = _globals(context).local_settings().data_path
+    if report_fd is not None:
+        stack.reporting(data, port, demo, report_fd)
+    elif detach:
+        stack.background(data, port, demo)
+    else:
+        stack.foreground(data, port, demo)
+
+
+@app.command()
+def down(context: typer.Context) -> None:
+    """End the local stack."""
+    from headrace import up as stack
+
+    stack.down(_globals(context).local_settings())
+
+
+@app.command()
+def status(
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """What runs, what waits, what is registered."""
+    from headrace import status as view
+
+    view.show(_globals(context), as_json)
+
+
+@app.command()
+def chat(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="MODEL, MODEL@VERSION or MODEL@ALIAS.")],
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Ask this one thing and end.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
+) -> None:
+    """Talk to a model in the terminal."""
+    from headrace.chat import chat as talk
+
+    talk(_globals(context).http_url(), model, message, max_tokens)
+
+
+@app.command()
+def ingress(context: typer.Context) -> None:
+    """Run one ingress process."""
+    from ingress.main import main as run
+
+    run(_globals(context).local_settings())
+
+
+@app.command()
+def controller(context: typer.Context) -> None:
+    """Run one controller process."""
+    from controller.main import main as run
+
+    run(_globals(context).local_settings())
+
+
+@app.command()
+def worker(
+    context: typer.Context,
+    model: Annotated[str, typer.Option()],
+    version: Annotated[str, typer.Option()],
+    worker_id: Annotated[str, typer.Option()],
+) -> None:
+    """Run one worker process; usually the controller starts it."""
+    from workers.main import main as run
+
+    sys.exit(run(_globals(context).local_settings(), model, version, worker_id))
+
+
+@app.command(hidden=True)
+def demo(context: typer.Context, report_fd: Annotated[int | None, typer.Option(hidden=True)] = None) -> None:
+    """Register the demo model, in a process of its own so that the supervisor stays small."""
+    from headrace.demo import register
+    from headrace.stack import reports
+    from shared import lifeline
+
+    settings = _globals(context).local_settings()
+    if settings.lifeline_fd is not None:
+        lifeline.watch(settings.lifeline_fd)
+    send = reports.sender(report_fd) if report_fd is not None else None
+    register(settings, lambda line: send(reports.Progress(line)) if send else print(line))
+
+
+@app.command(hidden=True)
+def server(context: typer.Context, name: Annotated[str, typer.Argument(metavar="nats|objects")]) -> None:
+    """Become one of the stack's servers, where the settings say: the Procfile's lines for other runners."""
+    from headrace.stack.servers import become
+
+    try:
+        become(name, _globals(context).local_settings())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def main() -> None:
+    """Run the command line; exit status 0 done, 1 failed, 2 usage."""
+    try:
+        app()
+    except (HeadraceError, StackError, SettingsError, OSError) as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _globals(context: typer.Context) -> Globals:
+    found: Globals = context.obj
+    return found

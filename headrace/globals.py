@@ -1,0 +1,36 @@
+"""The options that every command knows: which stack it is about."""
+
+import msgspec
+
+from headrace.stack import state
+from headrace.stack.state import StackError
+from shared import settings as settings_module
+from shared.settings import Settings
+
+
+class Globals(msgspec.Struct, frozen=True):
+    data_dir: str | None  # None: HEADRACE_DATA_DIR or the default
+    url: str | None  # of an ingress; None: that of the running stack
+
+    def local_settings(self) -> Settings:
+        """Settings without a look at what runs."""
+        return settings_module.load(data_dir=self.data_dir)
+
+    def settings(self) -> Settings:
+        """Settings that reach the running stack, or the servers that were named by hand. Raises StackError."""
+        settings = state.client_settings(data_dir=self.data_dir)
+        if state.running(settings.data_path) is None and "nats_url" not in settings_module.given(
+            data_dir=self.data_dir
+        ):
+            raise StackError(f"no stack is running on {settings.data_path}: `headrace up` starts one")
+        return settings
+
+    def http_url(self) -> str:
+        """Where an ingress answers. Raises StackError."""
+        if self.url is not None:
+            return self.url.rstrip("/")
+        data = self.local_settings().data_path
+        stack = state.running(data)
+        if stack is None:
+            raise StackError(f"no stack is running on {data}: `headrace up` starts one, --url names another")
+        return stack.http

@@ -1,0 +1,128 @@
+"""`headrace models`: push, list, show, alias."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+
+from headrace.globals import Globals
+
+app = typer.Typer(help="Register and look at models.", no_args_is_help=True)
+
+AVAILABLE_BUDGET_S = 60.0
+
+T = TypeVar("T")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def push(
+    context: typer.Context,
+    source: Annotated[
+        str, typer.Argument(metavar="PATH|sim:PROFILE", help="A directory with safetensors, or sim:zero.")
+    ],
+    name: Annotated[str, typer.Option(help="The model's name.")],
+    version: Annotated[str, typer.Option(help="The version's name.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An engine setting, e.g. dtype=float32.")
+    ] = None,
+    min_replicas: Annotated[int, typer.Option(min=0, help="Workers that are always there.")] = 0,
+    max_replicas: Annotated[int | None, typer.Option(min=0, help="Default: one for each device.")] = None,
+    idle_seconds: Annotated[float | None, typer.Option(min=0, help="Idle time until the last worker ends.")] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until the version is available.")] = True,
+) -> None:
+    """Upload a version and register it."""
+    from headrace.push import push_version
+    from shared.records import EngineSettings, VersionLimits
+
+    try:
+        engine = msgspec.convert(_pairs(set_ or []), EngineSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from error
+    limits = VersionLimits(min_replicas=min_replicas, max_replicas=max_replicas, idle_seconds=idle_seconds)
+    push_version(
+        _globals(context).settings(), source, name, version, engine, limits, AVAILABLE_BUDGET_S if wait else 0.0
+    )
+
+
+@app.command("list")
+def list_(context: typer.Context, as_json: Json = False) -> None:
+    """All versions of all models."""
+    _show(context, None, as_json)
+
+
+@app.command()
+def show(context: typer.Context, model: str, as_json: Json = False) -> None:
+    """The versions of one model."""
+    _show(context, model, as_json)
+
+
+@app.command()
+def alias(
+    context: typer.Context,
+    model: str,
+    name: Annotated[str, typer.Argument(metavar="ALIAS")],
+    version: Annotated[str | None, typer.Argument()] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
+) -> None:
+    """Point an alias at a version, so that MODEL@ALIAS is that version."""
+    from controller import registry
+
+    if (version is None) != delete:
+        raise typer.BadParameter("give a VERSION, or --delete")
+    route = _with_bus(context, lambda bus: registry.set_alias(bus, model, name, version))
+    for alias_name, target in sorted(route.aliases.items()):
+        print(f"{model}@{alias_name} -> {target}")
+
+
+def _show(context: typer.Context, model: str | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from controller import registry
+    from headrace.status import model_status, models_table
+    from shared.errors import ModelNotFound
+
+    async def read(bus: Any) -> Any:
+        return await registry.list_versions(bus, model), await registry.list_routes(bus)
+
+    versions, routes = _with_bus(context, read)
+    if model is not None and not versions:
+        raise ModelNotFound(f"there is no model {model}")
+    if as_json:
+        shown = [
+            msgspec.to_builtins(version) | msgspec.to_builtins(model_status(version, routes.get(version.model)))
+            for version in versions
+        ]
+        print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
+    else:
+        Console().print(models_table([model_status(version, routes.get(version.model)) for version in versions]))
+
+
+def _with_bus(context: typer.Context, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    from shared.bus import Bus
+
+    async def run() -> T:
+        bus = await Bus.connect(_globals(context).settings(), "models")
+        try:
+            return await work(bus)
+        finally:
+            await bus.close()
+
+    return asyncio.run(run())
+
+
+def _globals(context: typer.Context) -> Globals:
+    found: Globals = context.obj
+    return found
+
+
+def _pairs(settings: list[str]) -> dict[str, str]:
+    pairs = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{setting!r} is not NAME=VALUE", param_hint="--set")
+        pairs[name] = value
+    return pairs

@@ -1,0 +1,162 @@
+"""`headrace status`: what runs, what waits, what is registered. Read from NATS, so it needs no ingress."""
+
+import asyncio
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from controller import registry
+from headrace.globals import Globals
+from headrace.stack import state
+from headrace.stack.state import ProcessState
+from shared import records, subjects
+from shared.bus import Bus
+from shared.records import Route, Version
+from shared.settings import Settings
+
+
+class QueueStatus(msgspec.Struct):
+    pending: int  # stored, and no worker has it
+    claimed: int  # delivered to a worker, not acked yet
+
+
+class ModelStatus(msgspec.Struct):
+    model: str
+    version: str
+    state: str
+    source: str
+    traffic_pct: float
+    aliases: list[str]
+    reason: str
+
+
+class WorkerStatus(msgspec.Struct):
+    id: str
+    pid: int
+    model: str
+    version: str
+    state: str
+    running: int  # sequences in the batch
+    claims: int  # messages held
+    blocks_used: int
+    blocks_total: int
+    slots: int
+    metrics_port: int
+    reason: str
+
+
+class Status(msgspec.Struct):
+    """What `headrace status --json` prints."""
+
+    http: str | None
+    nats: str
+    queue: QueueStatus
+    models: list[ModelStatus]
+    workers: list[WorkerStatus]
+    processes: dict[str, ProcessState]  # of the local stack
+
+
+async def collect(settings: Settings, stack: state.StackState | None) -> Status:
+    """The status of the system that `settings` reach. Raises Unavailable when NATS does not answer."""
+    bus = await Bus.connect(settings, "status")
+    try:
+        versions, routes = await asyncio.gather(registry.list_versions(bus), registry.list_routes(bus))
+        leases = [records.decode_lease(value) for value in await registry.read_bucket(bus, subjects.WORKERS_BUCKET)]
+        queue = await _queue(bus, versions)
+    finally:
+        await bus.close()
+    return Status(
+        http=stack.http if stack else None,
+        nats=settings.nats_url,
+        queue=queue,
+        models=[model_status(version, routes.get(version.model)) for version in versions],
+        workers=[
+            WorkerStatus(
+                id=lease.worker,
+                pid=lease.pid,
+                model=lease.model,
+                version=lease.version,
+                state=lease.state,
+                running=lease.running,
+                claims=lease.claims,
+                blocks_used=lease.blocks_used,
+                blocks_total=lease.blocks_total,
+                slots=lease.slots,
+                metrics_port=lease.metrics_port,
+                reason=lease.reason,
+            )
+            for lease in sorted(leases, key=lambda lease: lease.started)
+        ],
+        processes=dict(stack.processes) if stack else {},
+    )
+
+
+def model_status(version: Version, route: Route | None) -> ModelStatus:
+    weights = {weight.version: weight.basis_points for weight in route.weights} if route else {}
+    aliases = route.aliases if route else {}
+    return ModelStatus(
+        model=version.model,
+        version=version.version,
+        state=version.state,
+        source=version.source,
+        traffic_pct=weights.get(version.version, 0) / 100,
+        aliases=sorted(alias for alias, target in aliases.items() if target == version.version),
+        reason=version.reason,
+    )
+
+
+def show(context: Globals, as_json: bool) -> None:
+    """Print the status. Raises StackError when no stack runs and no NATS is named."""
+    settings = context.settings()
+    status = asyncio.run(collect(settings, state.running(settings.data_path)))
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+        return
+    console = Console()
+    console.print(f"http {status.http or '-'}   nats {status.nats}")
+    console.print(f"queue: {status.queue.pending} pending, {status.queue.claimed} claimed")
+    console.print(models_table(status.models))
+    if status.workers:
+        table = Table("worker", "pid", "model", "state", "running", "claims", "blocks", "metrics", box=None)
+        for worker in status.workers:
+            table.add_row(
+                worker.id,
+                str(worker.pid),
+                f"{worker.model}@{worker.version}",
+                f"{worker.state} {worker.reason}".strip(),
+                f"{worker.running}/{worker.slots}",
+                str(worker.claims),
+                f"{worker.blocks_used}/{worker.blocks_total}",
+                str(worker.metrics_port),
+            )
+        console.print(table)
+    else:
+        console.print("no worker: the next request starts one")
+
+
+def models_table(models: list[ModelStatus]) -> Table:
+    table = Table("model", "version", "state", "traffic", "aliases", "source", "reason", box=None)
+    for model in models:
+        table.add_row(
+            model.model,
+            model.version,
+            model.state,
+            f"{model.traffic_pct:g}%",
+            " ".join(model.aliases),
+            model.source,
+            model.reason,
+        )
+    return table
+
+
+async def _queue(bus: Bus, versions: list[Version]) -> QueueStatus:
+    names = [
+        subjects.consumer(lane, subjects.requests_of_lane(version.model, version.version, lane))
+        for version in versions
+        for lane in (subjects.LANE_FAST,)
+    ]
+    consumers = await asyncio.gather(*(bus.consumer_info(subjects.REQ_STREAM, name) for name in names))
+    claimed = sum(consumer.num_ack_pending for consumer in consumers if consumer is not None)
+    stored = (await bus.stream_info(subjects.REQ_STREAM)).messages
+    return QueueStatus(pending=max(0, stored - claimed), claimed=claimed)
