@@ -1,0 +1,75 @@
+"""From a decoded body to a request that may be published: validity, then the tenant's queue. No I/O."""
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ingress.schemas import Body
+from ingress.translate import check_prompt_length, refuse_not_served, to_sampling
+from shared.errors import QueueFull
+from shared.records import Version
+from shared.settings import Settings
+from shared.wire import Request
+
+if TYPE_CHECKING:
+    from shared.dispatch import Dispatcher
+
+RATE_WINDOW_S = 30.0
+RETRY_AFTER_UNKNOWN_S = 5.0  # nothing has left the queue of late: no rate to compute with
+RETRY_AFTER_MAX_S = 60.0
+
+
+class QueueRate:
+    """How fast a queue has been drained of late. Pure: time and counts are passed in."""
+
+    def __init__(self) -> None:
+        self._published = 0
+        self._samples: deque[tuple[float, int]] = deque()  # (time, requests that had left the queue by then)
+
+    def published(self, queued: int, now: float) -> None:
+        """Note a publish that made the queue `queued` long."""
+        self._published += 1
+        self._sample(self._published - queued, now)
+
+    def retry_after(self, queued: int, queued_max: int, now: float) -> float:
+        """Seconds until a full queue is likely to have room: a tenth of it, at the rate of the last half minute."""
+        left = self._published - queued
+        self._sample(left, now)
+        since, left_then = self._samples[0]
+        if left <= left_then or now <= since:
+            return RETRY_AFTER_UNKNOWN_S
+        room_wanted = queued - queued_max + max(1, queued_max // 10)
+        return min(max(room_wanted * (now - since) / (left - left_then), 1.0), RETRY_AFTER_MAX_S)
+
+    def _sample(self, left: int, now: float) -> None:
+        samples = self._samples
+        while samples and now - samples[0][0] > RATE_WINDOW_S:
+            samples.popleft()
+        if not samples or now - samples[-1][0] >= 1.0:
+            samples.append((now, left))
+
+
+class Admission:
+    """The checks of an inference request once its version is known."""
+
+    def __init__(self, settings: Settings, dispatcher: "Dispatcher") -> None:
+        self._settings, self._dispatcher = settings, dispatcher
+        self._rates: dict[str, QueueRate] = {}
+
+    def admit(self, rid: str, body: Body, body_bytes: int, version: Version, tenant: str, now: float) -> Request:
+        """What to publish. Raises BadRequest, Unsupported, ContextLength or QueueFull."""
+        refuse_not_served(body)
+        prompt = body.to_input()
+        sampling = to_sampling(body, version, self._settings)
+        check_prompt_length(prompt, body_bytes, version, self._settings)
+        self._check_queue(tenant, now)
+        return Request(rid, version.model, version.version, prompt, sampling)
+
+    def _check_queue(self, tenant: str, now: float) -> None:
+        queued, queued_max = self._dispatcher.queued(tenant), self._settings.tenant_queue_max
+        rate = self._rates.setdefault(tenant, QueueRate())
+        if queued >= queued_max:
+            raise QueueFull(
+                f"{queued} requests wait for a worker, the limit is {queued_max}",
+                retry_after=rate.retry_after(queued, queued_max, now),
+            )
+        rate.published(queued + 1, now)

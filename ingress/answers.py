@@ -1,0 +1,56 @@
+"""HTTP answers as ASGI messages: heads, JSON bodies, errors with the headers that clients act on."""
+
+import math
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from shared.errors import HeadraceError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+RETRY_AFTER_DEFAULT_S = 1.0
+JSON = (b"content-type", b"application/json")
+STREAM: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+_SANE_ID = re.compile(rb"^[\x21-\x7e]{1,128}$")
+
+
+def request_id(given: bytes | None, rid: str) -> bytes:
+    """The client's own `x-request-id` when it is sane, else one made of the rid."""
+    return given if given is not None and _SANE_ID.match(given) else b"req_" + rid.encode()
+
+
+def start(status: int, headers: Headers) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def body(data: bytes, more: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def json_headers(data: bytes, headers: Headers) -> Headers:
+    return [JSON, (b"content-length", b"%d" % len(data)), *headers]
+
+
+def error_answer(error: HeadraceError) -> tuple[bytes, Headers]:
+    """Body and headers of an error that is the whole answer."""
+    data = msgspec.json.encode(error.body())
+    headers: Headers = []
+    if error.retryable and error.status in (429, 503):
+        seconds = RETRY_AFTER_DEFAULT_S if error.retry_after is None else error.retry_after
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(seconds))))
+        headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(seconds * 1000))))
+    if not error.retryable and (error.status in (408, 409, 429) or error.status >= 500):
+        headers.append((b"x-should-retry", b"false"))  # SDKs would try twice more
+    return data, json_headers(data, headers)

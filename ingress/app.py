@@ -1,0 +1,91 @@
+"""The ASGI application: the routes, and errors of every kind in one shape."""
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ingress import answers, openapi
+from ingress.answers import Receive, Scope, Send
+from ingress.context import Context
+from ingress.family import Family
+from ingress.relay import Exchange
+from ingress.router import ModelEntry, VersionEntry
+from ingress.routes import health, models
+from ingress.routes.chat import Chat
+from ingress.routes.completions import Completions
+from ingress.routes.infer import Infer
+from shared.errors import BadRequest, HeadraceError, Internal, MethodNotAllowed, NotFound
+
+log = logging.getLogger(__name__)
+
+
+class App(FastAPI):
+    """FastAPI for everything but inference, which is found first: its routing costs as much as serving a request."""
+
+    def __init__(self, context: Context, families: tuple[Family, ...]) -> None:
+        super().__init__(title="Headrace", redirect_slashes=False, redoc_url=None)
+        self._context, self._families = context, families
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            for family in self._families:
+                if family.serves(scope["path"]):
+                    await Exchange(self._context, family)(scope, receive, send)
+                    return
+        await super().__call__(scope, receive, send)
+
+
+def build_app(context: Context) -> FastAPI:
+    """The application of one ingress process."""
+    families: tuple[Family, ...] = (Chat(), Completions(), Infer())
+    app = App(context, families)
+    for family in families:
+        _document(app, context, family)
+    app.include_router(models.router(context))
+    app.include_router(health.router(context))
+    bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
+    openapi.install(app, [*bodies, models.ModelList, ModelEntry, VersionEntry])
+    app.add_exception_handler(HeadraceError, _known)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _unexpected)
+    return app
+
+
+def _document(app: FastAPI, context: Context, family: Family) -> None:
+    """Let FastAPI know the route too: for its documentation, and for the methods that it refuses."""
+
+    async def inference(request: Request) -> Response:
+        return Exchange(context, family)
+
+    app.add_api_route(family.route, inference, methods=["POST"], **openapi.inference(family))
+
+
+def _answer(error: HeadraceError) -> Response:
+    data, headers = answers.error_answer(error)
+    response = Response(data, error.status)
+    response.raw_headers = headers
+    return response
+
+
+async def _known(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadraceError)
+    return _answer(error)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == MethodNotAllowed.status:
+        return _answer(MethodNotAllowed(f"{request.method} is not a method of {request.url.path}"))
+    return _answer(NotFound(f"there is no route {request.url.path}"))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    return _answer(BadRequest(str(error)))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _answer(Internal("a defect of ours; the logs say more"))

@@ -1,0 +1,56 @@
+"""What the routes of one ingress process share."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from ingress.admission import Admission
+from ingress.metrics import Metrics
+from ingress.router import Router
+from shared import subjects
+from shared.errors import Draining, HeadraceError
+from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ingress.relay import Exchange
+    from shared.dispatch import Dispatcher
+
+CLIENTS_EVERY_S = 1.0
+
+
+class Context:
+    """Settings, the router, the dispatcher and the requests in progress. `bus_usable` says whether requests can be stored."""
+
+    def __init__(
+        self, settings: Settings, router: Router, dispatcher: "Dispatcher", bus_usable: "Callable[[], bool]"
+    ) -> None:
+        self.settings, self.router, self.dispatcher, self.bus_usable = settings, router, dispatcher, bus_usable
+        self.tenant = subjects.LOCAL_TENANT
+        self.admission = Admission(settings, dispatcher)
+        self.open: set[Exchange] = set()
+        self.draining = False
+        self.metrics = Metrics(lambda: dispatcher.queued(self.tenant), lambda: len(self.open))
+
+    @property
+    def ready(self) -> bool:
+        return self.bus_usable() and not self.draining
+
+    def check_accepting(self) -> None:
+        """Raises Draining once the process is shutting down."""
+        if self.draining:
+            raise Draining("this ingress is shutting down")
+
+    def interrupt_all(self, error: HeadraceError) -> None:
+        """End every request in progress with `error`."""
+        for exchange in list(self.open):
+            exchange.interrupt(error)
+
+    async def watch_clients(self) -> None:
+        """Until cancelled, end requests whose clients neither send nor read."""
+        while True:
+            await asyncio.sleep(CLIENTS_EVERY_S)
+            now = time.monotonic()
+            for exchange in list(self.open):
+                exchange.check_client(now)

@@ -1,0 +1,38 @@
+"""JSON bytes -> a body of `ingress.schemas`, and msgspec's refusals in the words of our errors."""
+
+import re
+from typing import TypeVar, get_args
+
+import msgspec
+
+from ingress.schemas import Body, Role
+from shared.errors import BadRequest
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+_PLACE = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`$")
+
+
+def decode(decoder: msgspec.json.Decoder[BodyType], raw: bytes) -> BodyType:
+    """The body of a request. Raises BadRequest that names the place, e.g. `messages[0].role`."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+
+
+def _refusal(text: str) -> BadRequest:
+    place = _PLACE.match(text)
+    problem, path = (place["problem"], (place["path"] or "").lstrip(".")) if place else (text, "")
+    missing = _MISSING.match(problem)
+    if missing:
+        path, problem = f"{path}.{missing['field']}".lstrip("."), "missing"
+    elif path.endswith("role"):
+        problem = f"{problem}, one of {', '.join(get_args(Role))} is expected"
+    problem = problem[:1].lower() + problem[1:]
+    return BadRequest(f"{path}: {problem}" if path else f"the body: {problem}", param=path or None)

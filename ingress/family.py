@@ -1,0 +1,61 @@
+"""What tells one API shape from another: how its bodies are decoded and how its answers are written."""
+
+from typing import Any, Protocol
+
+import msgspec
+
+from ingress.answers import Scope
+from ingress.sse import Events
+from shared import wire
+from shared.dispatch import Delta
+
+
+class Admitted(msgspec.Struct):
+    """A published request, and what its answer needs to know of it."""
+
+    request: wire.Request
+    reference: str  # the model as the caller named it
+    created: int  # unix seconds
+    include_usage: bool
+
+
+class Choice:
+    """One choice of a plain answer, gathered."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.logprobs: list[wire.Logprob] = []
+        self.finish: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
+        if delta.finish is not None:
+            self.finish = delta.finish
+
+
+class Family(Protocol):
+    """An API shape; `route` is its label in metrics."""
+
+    route: str
+    summary: str
+    decoder: msgspec.json.Decoder[Any]
+
+    @property
+    def answer_type(self) -> type:
+        """The struct of a plain answer."""
+
+    def serves(self, path: str) -> bool:
+        """Whether a POST to `path` is of this family."""
+
+    def reference(self, body: Any, scope: Scope) -> str:
+        """The model that the request names."""
+
+    def events(self, admitted: Admitted) -> Events: ...
+
+    def plain(self, admitted: Admitted, choices: list[Choice], usage: wire.Usage, claims: int) -> bytes: ...

@@ -1,0 +1,148 @@
+"""The ingress process: connect, serve, drain."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from ingress.app import build_app
+from ingress.context import Context
+from ingress.router import Router
+from ingress.watches import Watches
+from shared import lifeline
+from shared.bus import Bus
+from shared.dispatch import Dispatcher
+from shared.errors import Draining
+from shared.settings import Settings, SettingsError, load
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75  # idle connections; longer than the usual load balancer's minute
+BACKLOG = 2048
+LAST_WRITES_S = 2  # for what was interrupted to reach its clients
+POLL_S = 0.02
+
+
+class Server(uvicorn.Server):
+    """uvicorn under our own signals: it stops when told, after the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def check_address(settings: Settings) -> None:
+    """Raises SettingsError for an address that other hosts reach, unless `insecure` allows it: there are no keys yet."""
+    host = settings.http_host
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback and not settings.insecure:
+        raise SettingsError(
+            f"http_host is {host}, which other hosts can reach, and requests carry no keys: "
+            "set `insecure` (HEADRACE_INSECURE=true) if that is meant"
+        )
+
+
+def make_server(context: Context) -> Server:
+    """An HTTP server of `context` that is not started yet."""
+    return Server(
+        uvicorn.Config(
+            build_app(context),
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=LAST_WRITES_S,
+            backlog=BACKLOG,
+        )
+    )
+
+
+def bind(settings: Settings) -> socket.socket:
+    """A socket on the configured address that does not listen yet. Raises SettingsError when the address is taken."""
+    host, port = settings.http_host, settings.http_port
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise SettingsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return bound
+
+
+async def serve_until(stop: asyncio.Event, context: Context, bound: socket.socket) -> None:
+    """Serve; once `stop` is set, drain: not ready, no new requests, the open ones get `drain_budget_s`."""
+    server = make_server(context)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=[bound]))
+        watching = group.create_task(context.watch_clients())
+        await stop.wait()
+        await drain(context)
+        server.should_exit = True
+        watching.cancel()
+
+
+async def drain(context: Context) -> None:
+    """Wait for the open requests; end those that `drain_budget_s` is not enough for with an error."""
+    context.draining = True
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + context.settings.drain_budget_s
+    log.info("draining: %d requests are open", len(context.open))
+    while context.open and (left := deadline - loop.time()) > 0:
+        await asyncio.wait([exchange.task for exchange in context.open], timeout=left)
+    if context.open:
+        log.warning("the drain budget is spent: %d requests are ended", len(context.open))
+        context.interrupt_all(Draining("this ingress is shutting down and its drain budget is spent"))
+
+
+async def run(settings: Settings, bound: socket.socket) -> None:
+    """Serve on `bound` until SIGTERM or SIGINT; a second one ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        stop.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    bus = await Bus.connect(settings, "ingress")
+    try:
+        await bus.ensure()
+        dispatcher = Dispatcher(bus, settings)
+        await dispatcher.start()
+        router = Router()
+        watches = Watches(router, dispatcher)
+        await watches.start(bus)
+        context = Context(settings, router, dispatcher, lambda: bus.connected and watches.live)
+        await serve_until(stop, context, bound)
+        await watches.close()
+        await dispatcher.close()
+    finally:
+        await bus.close()
+
+
+def main(settings: Settings) -> None:
+    """The process, until its end. Raises SettingsError or Unavailable when it cannot start."""
+    check_address(settings)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if settings.lifeline_fd is not None:
+        lifeline.watch(settings.lifeline_fd)
+    with bind(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(settings, bound))
+
+
+if __name__ == "__main__":
+    main(load())

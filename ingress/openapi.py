@@ -1,0 +1,50 @@
+"""The OpenAPI document of routes whose bodies are msgspec structs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from ingress.family import Family
+from ingress.schemas import NotServed
+
+REF_TEMPLATE = "#/components/schemas/{name}"
+MODEL_PARAMETER = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def inference(family: Family) -> dict[str, Any]:
+    """Arguments of the FastAPI route of an inference family: its body and its two kinds of answer."""
+    arguments = answer(family.answer_type)
+    stream = {"schema": {"type": "string", "description": "server-sent events, with `stream: true`"}}
+    arguments["responses"][200]["content"]["text/event-stream"] = stream
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(family.decoder.type)}}
+    if "{model" in family.route:
+        extra["parameters"] = [MODEL_PARAMETER]
+    return arguments | {"summary": family.summary, "openapi_extra": extra}
+
+
+def answer(answer_type: Any) -> dict[str, Any]:
+    """Arguments of a FastAPI route: its answer."""
+    return {"responses": {200: {"description": "The answer", "content": _json(answer_type)}}}
+
+
+def install(app: FastAPI, types: Sequence[Any]) -> None:
+    """Make `app` describe `types`, which its routes refer to; what is not served is left out."""
+    generate = app.openapi
+
+    def document() -> dict[str, Any]:
+        found = generate()
+        _, components = msgspec.json.schema_components(types, ref_template=REF_TEMPLATE)
+        for component in components.values():
+            for name in NotServed.__struct_fields__:
+                component.get("properties", {}).pop(name, None)
+        found.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        return found
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _json(described: Any) -> dict[str, Any]:
+    (schema,), _ = msgspec.json.schema_components((described,), ref_template=REF_TEMPLATE)
+    return {"application/json": {"schema": schema}}

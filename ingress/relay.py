@@ -1,0 +1,242 @@
+"""One inference request from its body to its last byte, as an ASGI response that does its own reading and writing."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from typing import Any
+
+from starlette.responses import Response
+
+from ingress import answers, sse
+from ingress.answers import Headers, Message, Receive, Scope, Send
+from ingress.body import discard_body, read_body
+from ingress.context import Context
+from ingress.decoding import decode
+from ingress.family import Admitted, Choice, Family
+from ingress.metrics import OK, Served
+from ingress.schemas import Body
+from shared import wire
+from shared.dispatch import Delta, Stream
+from shared.errors import BodyTimeout, Cancelled, HeadraceError, Internal, TooLarge
+
+log = logging.getLogger(__name__)
+
+DELTAS_PER_WRITE_MAX = 256  # what a slow reader left to gather is encoded and written in pieces
+
+
+class Exchange(Response):
+    """Request and answer. Its task runs until the client has its answer, left, or `interrupt` ended it."""
+
+    def __init__(self, context: Context, family: Family) -> None:
+        self.background = None
+        self.rid = wire.new_id()
+        self._context, self._family, self._settings = context, family, context.settings
+        self._started = time.monotonic()
+        self._extra_headers: Headers = []
+        self._served = Served()
+        self._task: asyncio.Task[Any] | None = None
+        self._interruption: HeadraceError | None = None
+        self._interruptible = True
+        self._client_until = math.inf  # monotonic time until which the client must send, or take what is sent
+        self._client_gone = False
+        self._head_sent = self._streamed = False
+        self._out: list[bytes] = []  # events that are not written yet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._task = asyncio.current_task()
+        context = self._context
+        context.open.add(self)
+        code = Cancelled.code
+        try:
+            error = await self._outcome(scope, receive, send)
+            code = error.code if error is not None else OK
+            # half a plain answer cannot be turned into an error: its connection is cut
+            if error is not None and not self._client_gone and (self._streamed or not self._head_sent):
+                await self._fail(error, receive, send)
+        finally:
+            context.open.discard(self)
+            context.metrics.finished(self._served, self._family.route, code, time.monotonic() - self._started)
+
+    @property
+    def task(self) -> asyncio.Task[Any]:
+        """The task that serves the request."""
+        assert self._task is not None, "an open exchange is being served"
+        return self._task
+
+    def interrupt(self, error: HeadraceError) -> None:
+        """End the request with `error`, unless it ends already."""
+        if self._interruption is None:
+            self._interruption = error
+            if self._interruptible:
+                self.task.cancel()
+
+    def check_client(self, now: float) -> None:
+        """End the request if its client neither sends nor reads; called every second."""
+        if now < self._client_until:
+            return
+        if self._head_sent:
+            self._client_gone = True
+            self.interrupt(Cancelled(f"the client read nothing for {self._settings.write_stall_s:g} s"))
+        else:
+            self.interrupt(BodyTimeout(f"the body did not arrive within {self._settings.request_read_s:g} s"))
+
+    # -- the request ---------------------------------------------------------------------------------------------------
+
+    async def _outcome(self, scope: Scope, receive: Receive, send: Send) -> HeadraceError | None:
+        """Serve; None when the client has its answer, else what it has to be told."""
+        try:
+            await self._serve(scope, receive, send)
+        except asyncio.CancelledError:
+            if self._interruption is None:  # cancelled by the server, not by `interrupt`
+                raise
+            self.task.uncancel()
+            return self._interruption
+        except HeadraceError as error:
+            return error
+        except Exception:
+            log.exception("request %s failed", self.rid)
+            return Internal(f"a defect of ours; the logs say more about request {self.rid}")
+        finally:
+            self._interruptible = False
+        return None
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, settings, family = self._context, self._settings, self._family
+        headers = dict(scope["headers"])
+        self._extra_headers.append((b"x-request-id", answers.request_id(headers.get(b"x-request-id"), self.rid)))
+        context.check_accepting()
+        self._client_until = self._started + settings.request_read_s
+        raw = await read_body(headers.get(b"content-length"), receive, settings.request_bytes_max)
+        self._client_until = math.inf
+        body: Body = decode(family.decoder, raw)
+        reference = family.reference(body, scope)
+        sticky = _text(headers, b"x-session-id") or body.prompt_cache_key or body.user or self.rid
+        version = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
+        self._served.model, self._served.version = version.model, version.version
+        self._extra_headers.append((b"x-headrace-version", version.version.encode()))
+        request = context.admission.admit(self.rid, body, len(raw), version, context.tenant, self._started)
+        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        admitted = Admitted(request, reference, int(time.time()), include_usage)
+        self._streamed = bool(body.stream)
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await self._publish_and_relay(admitted, send)
+        finally:
+            watcher.cancel()
+            await asyncio.wait((watcher,))
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._client_gone = True
+        self.interrupt(Cancelled("the client left"))
+
+    async def _publish_and_relay(self, admitted: Admitted, send: Send) -> None:
+        # not interrupted while publishing: the message can be deleted only once the ack told its sequence
+        self._interruptible = False
+        stream = await self._context.dispatcher.submit(admitted.request, self._context.tenant)
+        try:
+            if self._interruption is not None:
+                raise self._interruption
+            self._interruptible = True
+            if self._streamed:
+                await self._relay(admitted, stream, send)
+            else:
+                await self._gather(admitted, stream, send)
+        finally:
+            stream.cancel()
+            self._served.claims, self._served.usage = stream.claims, stream.usage
+
+    async def _next(self, stream: Stream, seconds: float | None) -> list[Delta] | None:
+        """What the stream gained; [] after `seconds` without; None when it is complete."""
+        try:
+            deltas = await stream.next(seconds)
+        except StopAsyncIteration:
+            return None
+        if deltas:
+            self._served.gained(time.monotonic() - self._started)
+        return deltas
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    async def _relay(self, admitted: Admitted, stream: Stream, send: Send) -> None:
+        events, out = self._family.events(admitted), self._out
+        # the head waits, so that an error that comes soon has its real status
+        deltas = await self._next(stream, self._settings.head_hold_s)
+        self._head_sent = True
+        await self._send(send, answers.start(200, answers.STREAM + self._timed_headers()))
+        while deltas is not None:
+            if not deltas:
+                out.append(sse.KEEPALIVE)
+            for first in range(0, len(deltas), DELTAS_PER_WRITE_MAX):
+                if first:
+                    await self._write(send)
+                events.add(deltas[first : first + DELTAS_PER_WRITE_MAX], out)
+            if out and not stream.ended:  # the last ones go with the closing events
+                await self._write(send)
+            deltas = await self._next(stream, self._settings.keepalive_s)
+        if events.open_choices:
+            raise Internal(f"request {self.rid} is complete, but {events.open_choices} choices have no finish")
+        out.append(events.closing(_usage(stream), stream.claims))
+        await self._write(send, more=False)
+
+    async def _gather(self, admitted: Admitted, stream: Stream, send: Send) -> None:
+        choices = [Choice() for _ in range(admitted.request.sampling.n)]
+        while (deltas := await self._next(stream, None)) is not None:
+            for delta in deltas:
+                choices[delta.choice].add(delta)
+        if any(choice.finish is None for choice in choices):
+            raise Internal(f"request {self.rid} is complete, but a choice has no finish")
+        data = self._family.plain(admitted, choices, _usage(stream), stream.claims)
+        headers = [*self._timed_headers(), (b"x-headrace-claims", b"%d" % stream.claims)]
+        self._head_sent = True
+        await self._send(send, answers.start(200, answers.json_headers(data, headers)))
+        await self._send(send, answers.body(data))
+
+    async def _fail(self, error: HeadraceError, receive: Receive, send: Send) -> None:
+        if isinstance(error, Internal):
+            log.error("request %s: %s: %s", self.rid, error.code, error.message)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.write_stall_s):
+                if self._head_sent:
+                    self._out.append(sse.error_event(error))
+                    await self._write(send, more=False)
+                    return
+                data, headers = answers.error_answer(error)
+                headers += self._timed_headers()
+                if not isinstance(error, (TooLarge, BodyTimeout)):
+                    await send(answers.start(error.status, headers))
+                    await send(answers.body(data))
+                    return
+                # the client is still sending: it reads its answer only if what it sends is taken
+                await send(answers.start(error.status, [*headers, (b"connection", b"close")]))
+                await send(answers.body(data, more=True))
+                await discard_body(receive)
+                await send(answers.body(b""))
+
+    def _timed_headers(self) -> Headers:
+        milliseconds = int((time.monotonic() - self._started) * 1000)
+        return [*self._extra_headers, (b"openai-processing-ms", b"%d" % milliseconds)]
+
+    async def _write(self, send: Send, more: bool = True) -> None:
+        data = b"".join(self._out)
+        self._out.clear()
+        await self._send(send, answers.body(data, more))
+
+    async def _send(self, send: Send, message: Message) -> None:
+        self._client_until = time.monotonic() + self._settings.write_stall_s
+        await send(message)
+        self._client_until = math.inf
+
+
+def _text(headers: dict[bytes, bytes], name: bytes) -> str | None:
+    value = headers.get(name)
+    return None if value is None else value.decode("utf-8", "replace")
+
+
+def _usage(stream: Stream) -> wire.Usage:
+    if stream.usage is None:
+        raise Internal(f"request {stream.rid} is complete, but its usage is unknown")
+    return stream.usage

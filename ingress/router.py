@@ -1,0 +1,165 @@
+"""Which version of a model a request goes to. Pure: records in, a version or an error out."""
+
+import hashlib
+
+import msgspec
+
+from shared.errors import (
+    ModelNotFound,
+    NoCapacity,
+    Unavailable,
+    VersionConflict,
+    VersionFailed,
+    VersionNotFound,
+    VersionRetired,
+)
+from shared.records import Route, Version, Weight
+
+BASIS_POINTS = 10_000
+REGISTERING_RETRY_S = 1.0
+
+
+class ModelEntry(msgspec.Struct):
+    """A model as `GET /v1/models` lists it."""
+
+    id: str
+    created: int  # unix seconds
+    object: str = "model"
+    owned_by: str = "headrace"
+
+
+class VersionEntry(msgspec.Struct, omit_defaults=True):
+    """A version as `GET /v1/models/{model}/versions` lists it."""
+
+    version: str
+    traffic_pct: float
+    state: str
+    reason: str = ""  # of a failed one
+
+
+class Router:
+    """The routes and versions that are known now. Fed by a watch, asked once per request."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, dict[str, Version]] = {}
+        self._routes: dict[str, Route] = {}
+
+    def put_version(self, version: Version) -> None:
+        self._versions.setdefault(version.model, {})[version.version] = version
+
+    def drop_version(self, model: str, version: str) -> None:
+        known = self._versions.get(model, {})
+        known.pop(version, None)
+        if not known:
+            self._versions.pop(model, None)
+
+    def put_route(self, route: Route) -> None:
+        self._routes[route.model] = route
+
+    def drop_route(self, model: str) -> None:
+        self._routes.pop(model, None)
+
+    def resolve(self, reference: str, pin: str | None, sticky_key: str) -> Version:
+        """The version that `reference` (`model`, `model@version`, `model@alias`) and the pinned version name.
+
+        A plain name follows the route's weights: the same `sticky_key` keeps its version while weights only grow.
+        Raises ModelNotFound, VersionNotFound, VersionRetired, VersionConflict, VersionFailed, NoCapacity, Unavailable.
+        """
+        model, at, suffix = reference.partition("@")
+        if model not in self._versions and model not in self._routes:
+            raise ModelNotFound(f"the model `{model}` does not exist", param="model")
+        named = self._named(model, suffix) if at else None
+        if pin is not None:
+            pinned = self._version(model, pin)
+            if named is not None and named is not pinned:
+                raise VersionConflict(
+                    f"X-Version-Pin is `{pin}`, but `{reference}` is version `{named.version}`", param="model"
+                )
+            named = pinned
+        return _servable(named if named is not None else self._weighted(model, sticky_key))
+
+    def models(self) -> list[ModelEntry]:
+        """Every model with a version that is not retired, by name; replicas play no part."""
+        entries = []
+        for model, versions in sorted(self._versions.items()):
+            created = [version.created for version in versions.values() if version.state != "retired"]
+            if created:
+                entries.append(ModelEntry(model, min(created)))
+        return entries
+
+    def model(self, reference: str) -> ModelEntry:
+        """The entry of one model, named as asked for. Raises ModelNotFound or VersionNotFound."""
+        model, at, suffix = reference.partition("@")
+        for entry in self.models():
+            if entry.id == model:
+                created = self._named(model, suffix).created if at else entry.created
+                return ModelEntry(reference, created)
+        raise ModelNotFound(f"the model `{model}` does not exist", param="model")
+
+    def versions(self, model: str) -> list[VersionEntry]:
+        """The versions of a model, oldest first. Raises ModelNotFound."""
+        known = self._versions.get(model)
+        if known is None:
+            raise ModelNotFound(f"the model `{model}` does not exist", param="model")
+        route = self._routes.get(model)
+        points = {weight.version: weight.basis_points for weight in route.weights} if route else {}
+        return [
+            VersionEntry(version.version, points.get(version.version, 0) / 100, version.state, version.reason)
+            for version in sorted(known.values(), key=lambda version: (version.created, version.version))
+        ]
+
+    def _named(self, model: str, suffix: str) -> Version:
+        """Version `suffix`, else what the alias `suffix` stands for."""
+        route = self._routes.get(model)
+        if suffix not in self._versions.get(model, {}) and route is not None and suffix in route.aliases:
+            return self._routed(model, route.aliases[suffix])
+        return self._version(model, suffix)
+
+    def _version(self, model: str, name: str) -> Version:
+        version = self._versions.get(model, {}).get(name)
+        if version is None:
+            raise VersionNotFound(f"the model `{model}` has no version or alias `{name}`", param="model")
+        return version
+
+    def _weighted(self, model: str, sticky_key: str) -> Version:
+        route = self._routes.get(model)
+        weights = [weight for weight in route.weights if weight.basis_points > 0] if route else []
+        if not weights:
+            raise VersionNotFound(
+                f"no version of `{model}` takes its traffic; name one as `{model}@version`", param="model"
+            )
+        return self._routed(model, choose(model, weights, sticky_key))
+
+    def _routed(self, model: str, name: str) -> Version:
+        version = self._versions.get(model, {}).get(name)
+        if version is None:  # the route's record came before the version's
+            raise Unavailable(
+                f"version `{name}` of `{model}` is still being registered", retry_after=REGISTERING_RETRY_S
+            )
+        return version
+
+
+def choose(model: str, weights: list[Weight], sticky_key: str) -> str:
+    """The version whose share of the ring the key falls into. `weights` keep their order as they change."""
+    if len(weights) == 1:
+        return weights[0].version
+    digest = hashlib.blake2b(f"{model}\0{sticky_key}".encode(), digest_size=8).digest()
+    point = int.from_bytes(digest) * sum(weight.basis_points for weight in weights) >> 64
+    for weight in weights:
+        point -= weight.basis_points
+        if point < 0:
+            return weight.version
+    raise AssertionError("a point lies within the sum of the weights")
+
+
+def _servable(version: Version) -> Version:
+    name = f"{version.model}@{version.version}"
+    if version.state == "retired":
+        raise VersionRetired(f"{name} was taken out of service", param="model")
+    if version.state == "failed":
+        raise VersionFailed(f"{name} cannot be served: {version.reason}", param="model")
+    if version.state == "registered":
+        raise Unavailable(f"{name} is still being registered", param="model", retry_after=REGISTERING_RETRY_S)
+    if version.limits.max_replicas == 0:
+        raise NoCapacity(f"{name} has max_replicas 0", param="model")
+    return version

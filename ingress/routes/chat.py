@@ -1,0 +1,80 @@
+"""POST /v1/chat/completions."""
+
+import msgspec
+
+from ingress.answers import Scope
+from ingress.family import Admitted, Choice
+from ingress.routes.openai import ChatLogprobs, ChunkEvents, UsageBody, chat_logprobs, usage_body
+from ingress.schemas import ChatBody
+from ingress.sse import Events, encode
+from shared.dispatch import Delta
+from shared.wire import Usage
+
+PATH = "/v1/chat/completions"
+
+
+class ChatAnswerMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatAnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatAnswer(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: str = "chat.completion"
+
+
+class ChatEvents(ChunkEvents):
+    object_name = "chat.completion.chunk"
+    opening = b'"delta":{"role":"assistant","content":""}'
+    before_text = b'"delta":{"content":'
+    after_text = b"}"
+    finishing = b'"delta":{}'
+
+    def logprobs(self, delta: Delta) -> bytes:
+        return encode(chat_logprobs(delta.logprobs or []))
+
+
+class Chat:
+    """The chat family: `delta` and `message`."""
+
+    route, summary = PATH, "Chat completion, as OpenAI has it"
+    decoder, answer_type = msgspec.json.Decoder(ChatBody), ChatAnswer
+
+    def serves(self, path: str) -> bool:
+        return path == PATH
+
+    def reference(self, body: ChatBody, scope: Scope) -> str:
+        return body.model
+
+    def events(self, admitted: Admitted) -> Events:
+        choices = admitted.request.sampling.n
+        return ChatEvents(_id(admitted), admitted.created, admitted.reference, choices, admitted.include_usage)
+
+    def plain(self, admitted: Admitted, choices: list[Choice], usage: Usage, claims: int) -> bytes:
+        wanted = admitted.request.sampling.logprobs is not None
+        answers = [
+            ChatChoice(
+                index,
+                ChatAnswerMessage(choice.text),
+                chat_logprobs(choice.logprobs) if wanted else None,
+                choice.finish,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return encode(ChatAnswer(_id(admitted), admitted.created, admitted.reference, answers, usage_body(usage)))
+
+
+def _id(admitted: Admitted) -> str:
+    return f"chatcmpl-{admitted.request.rid}"

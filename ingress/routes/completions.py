@@ -1,0 +1,112 @@
+"""POST /v1/completions."""
+
+import codecs
+
+import msgspec
+
+from ingress.answers import Scope
+from ingress.family import Admitted, Choice
+from ingress.routes.openai import ChunkEvents, UsageBody, floored, token_text, usage_body
+from ingress.schemas import CompletionBody
+from ingress.sse import Events, encode
+from shared.dispatch import Delta
+from shared.wire import Logprob, Usage
+
+PATH = "/v1/completions"
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Four lists of one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class CompletionAnswer(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+    object: str = "text_completion"
+
+
+class TextOffsets:
+    """Where each token of one choice begins in its text, in characters; a token may hold a part of one."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def next(self, raw: bytes) -> int:
+        offset = self._characters
+        self._characters += len(self._decoder.decode(raw))
+        return offset
+
+
+def shape_logprobs(given: list[Logprob], offsets: TextOffsets, top: int) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        [token_text(one.bytes) for one in given],
+        [floored(one.logprob) for one in given],
+        [{token_text(other.bytes): floored(other.logprob) for other in one.top} for one in given] if top else None,
+        [offsets.next(one.bytes) for one in given],
+    )
+
+
+class CompletionEvents(ChunkEvents):
+    object_name = "text_completion"
+    opening = b""
+    before_text = b'"text":'
+    after_text = b""
+    finishing = b'"text":""'
+
+    def __init__(self, identity: str, admitted: Admitted) -> None:
+        sampling = admitted.request.sampling
+        super().__init__(identity, admitted.created, admitted.reference, sampling.n, admitted.include_usage)
+        self._offsets = [TextOffsets() for _ in range(sampling.n)]
+        self._top = sampling.logprobs or 0
+
+    def logprobs(self, delta: Delta) -> bytes:
+        return encode(shape_logprobs(delta.logprobs or [], self._offsets[delta.choice], self._top))
+
+
+class Completions:
+    """The completions family: `text`."""
+
+    route, summary = PATH, "Text completion, as OpenAI has it"
+    decoder, answer_type = msgspec.json.Decoder(CompletionBody), CompletionAnswer
+
+    def serves(self, path: str) -> bool:
+        return path == PATH
+
+    def reference(self, body: CompletionBody, scope: Scope) -> str:
+        return body.model
+
+    def events(self, admitted: Admitted) -> Events:
+        return CompletionEvents(_id(admitted), admitted)
+
+    def plain(self, admitted: Admitted, choices: list[Choice], usage: Usage, claims: int) -> bytes:
+        top = admitted.request.sampling.logprobs
+        answers = [
+            CompletionChoice(
+                index,
+                choice.text,
+                None if top is None else shape_logprobs(choice.logprobs, TextOffsets(), top),
+                choice.finish,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return encode(CompletionAnswer(_id(admitted), admitted.created, admitted.reference, answers, usage_body(usage)))
+
+
+def _id(admitted: Admitted) -> str:
+    return f"cmpl-{admitted.request.rid}"

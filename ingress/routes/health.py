@@ -1,0 +1,29 @@
+"""Liveness, readiness and metrics."""
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from ingress.context import Context
+
+
+def router(context: Context) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+
+    @routes.get("/livez", summary="The event loop turns")
+    async def livez() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def readyz() -> Response:
+        state = "draining" if context.draining else "ok" if context.bus_usable() else "bus_unavailable"
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    routes.get("/readyz", summary="The bus is usable and draining has not begun")(readyz)
+    routes.get("/health", summary="The same as /readyz")(readyz)
+
+    @routes.get("/metrics", summary="Prometheus metrics")
+    async def metrics() -> Response:
+        return Response(context.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return routes

@@ -1,0 +1,247 @@
+"""The bodies of the inference routes, decoded by msgspec: types and ranges are checked here, in one pass.
+
+What depends on settings or on the model is checked in `ingress.translate`. Fields that change nothing about the answer
+(`metadata`, `store`, `service_tier`, ...) are not listed and so are skipped; fields that would change it and are not served
+are in `NotServed` and are refused unless they ask for nothing.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shared.errors import BadRequest, Unsupported
+from shared.wire import ChatMessage, Input
+
+INT_MAX = 2**31 - 1
+LOGPROBS_MAX = 20
+COMPLETION_TOKENS_DEFAULT = 16  # of /v1/completions, as OpenAI has it
+
+Count = Annotated[int, Meta(ge=1, le=INT_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=INT_MAX)]
+TopCount = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class NotServed(msgspec.Struct, kw_only=True):
+    """Fields that are known, would change the answer and are not served."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    suffix: Any = None
+    echo: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    bad_words: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+
+
+# the values of them that ask for nothing; null always does
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "bad_words": ([],),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Body(NotServed, kw_only=True):
+    """What the inference routes have in common: how to choose tokens and how to answer."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT_MAX)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    n: Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=INT_MAX)] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+
+    def to_input(self) -> Input:
+        """What to continue. Raises BadRequest."""
+        raise NotImplementedError
+
+    def output_tokens_max(self) -> int | None:
+        """None: up to the model's length."""
+        return self.max_tokens
+
+    def logprobs_wanted(self) -> int | None:
+        """None: no log probabilities; k: of the chosen token and of the k most likely. Raises BadRequest."""
+        raise NotImplementedError
+
+
+class Part(msgspec.Struct):
+    """A piece of a message's content; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: Role
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(Body, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    model: str
+    messages: list[Message]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopCount | None = None
+
+    def to_input(self) -> Input:
+        return Input(messages=chat_messages(self.messages, "messages"))
+
+    def output_tokens_max(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def logprobs_wanted(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise BadRequest("top_logprobs: needs `logprobs: true`", param="top_logprobs")
+        return None
+
+
+class CompletionBody(Body, kw_only=True):
+    """POST /v1/completions."""
+
+    model: str
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: TopCount | None = None
+
+    def to_input(self) -> Input:
+        prompt = self.prompt
+        if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+            return _text_or_tokens(prompt, "prompt")
+        if len(prompt) > 1:
+            raise Unsupported(f"prompt: one prompt a request is served, got {len(prompt)}", param="prompt")
+        return _text_or_tokens(prompt[0], "prompt")
+
+    def output_tokens_max(self) -> int | None:
+        return COMPLETION_TOKENS_DEFAULT if self.max_tokens is None else self.max_tokens
+
+    def logprobs_wanted(self) -> int | None:
+        return self.logprobs
+
+
+class InferBody(Body, kw_only=True):
+    """POST /v1/models/{model}/infer: text, messages or token ids."""
+
+    input: str | list[Message | TokenId]
+    logprobs: TopCount | None = None
+
+    def to_input(self) -> Input:
+        given = self.input
+        if isinstance(given, list) and given and not isinstance(given[0], int):
+            messages = [item for item in given if isinstance(item, Message)]
+            if len(messages) < len(given):
+                raise BadRequest("input: messages or token ids, not both", param="input")
+            return Input(messages=chat_messages(messages, "input"))
+        return _text_or_tokens(given, "input")
+
+    def logprobs_wanted(self) -> int | None:
+        return self.logprobs
+
+
+def chat_messages(messages: list[Message], path: str) -> list[ChatMessage]:
+    """The messages as a chat template takes them: content parts joined, `developer` as `system`."""
+    if not messages:
+        raise BadRequest(f"{path}: must not be empty", param=path)
+    return [
+        ChatMessage(
+            role="system" if message.role == "developer" else message.role,
+            content=_content(message, f"{path}[{index}]"),
+            name=message.name,
+            tool_calls=message.tool_calls,
+            tool_call_id=message.tool_call_id,
+        )
+        for index, message in enumerate(messages)
+    ]
+
+
+def _content(message: Message, path: str) -> str | None:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role == "assistant" and message.tool_calls:
+            return None
+        raise BadRequest(f"{path}.content: a message of role {message.role} needs content", param=f"{path}.content")
+    texts = []
+    for index, part in enumerate(content):
+        where = f"{path}.content[{index}]"
+        if part.type != "text":
+            raise BadRequest(f"{where}: only text parts are served, not `{part.type}`", param=where)
+        if part.text is None:
+            raise BadRequest(f"{where}.text: missing", param=f"{where}.text")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _text_or_tokens(given: str | list[Any], path: str) -> Input:
+    if not given:
+        raise BadRequest(f"{path}: must not be empty", param=path)
+    if isinstance(given, str):
+        return Input(prompt=given)
+    for index, token in enumerate(given):
+        if not isinstance(token, int):
+            where = f"{path}[{index}]"
+            raise BadRequest(f"{where}: token ids and other items do not mix", param=where)
+    return Input(token_ids=given)
