@@ -163,8 +163,9 @@ def test_nothing_runs_out_and_lag_is_unknown_while_nats_is_away(observe: RunObse
 def test_a_lease_that_its_worker_deleted_is_gone_at_once_but_not_forgotten(observe: RunObserver) -> None:
     async def work(bus: Bus, observer: Observer) -> None:
         await bus.kv_put(subjects.WORKERS_BUCKET, KEY, lease())
+        await until(lambda: "w1" in observer.leases)
         await bus.kv_delete(subjects.WORKERS_BUCKET, KEY)
-        await until(lambda: "w1" in observer.leases and observer.leases["w1"].silent)
+        await until(lambda: observer.leases["w1"].silent)
         assert list(observer.live_leases()) == []
         seen = await observer.take_lease("w1")
         assert seen is not None
