@@ -1,16 +1,21 @@
 """Real servers for every test: nats-server and SeaweedFS from their wheels, on free ports, ended with the test run."""
 
 import asyncio
+import json
+import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.stack import ports, servers
+from headrace.stack.state import client_settings
 from shared.lifeline import die_with_parent
 from shared.settings import Settings
 
@@ -109,3 +114,88 @@ def object_server(tmp_path: Path) -> Iterator[tuple[RunningServer, Settings]]:
     server = _start_objects(tmp_path / "objects", access_key, secret_key)
     yield server, Settings(s3_endpoint=server.url, s3_access_key=access_key, s3_secret_key=secret_key)
     server.kill()
+
+
+@pytest.fixture(scope="session")
+def demo_model(pytestconfig: pytest.Config) -> Path:
+    """The directory of SmolLM2-135M-Instruct in bf16 safetensors; made once for all runs, in pytest's cache."""
+    from headrace.demo import convert_once
+
+    assert pytestconfig.cache is not None
+    return convert_once(pytestconfig.cache.mkdir("headrace") / "smollm2-v1")
+
+
+class LocalStack:
+    """A stack on a data directory of its own, on any free port. `env` goes on top of this process's environment."""
+
+    def __init__(self, data: Path, env: dict[str, str] | None = None) -> None:
+        self.data = data
+        self.env = dict(os.environ) | {"HEADRACE_DRAIN_BUDGET_S": "5"} | (env or {})
+
+    def command(self, *arguments: str) -> list[str]:
+        """The command line of `headrace --data <data> ...`."""
+        return [sys.executable, "-m", "headrace", "--data", str(self.data), *arguments]
+
+    def headrace(self, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Run `headrace --data <data> ...` to its end."""
+        return subprocess.run(
+            self.command(*arguments),
+            env=self.env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+
+    def up(self, *arguments: str) -> None:
+        """Start it in the background, without the demo model unless `arguments` say otherwise."""
+        ran = self.headrace("up", "--detach", "--port", "0", *(arguments or ["--no-demo"]))
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+    def down(self) -> None:
+        ran = self.headrace("down")
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+    def push(self, source: str | Path, name: str, *arguments: str, version: str = "v1") -> None:
+        """Push a version and wait until it is available."""
+        ran = self.headrace("models", "push", str(source), "--name", name, "--version", version, *arguments)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+    def status(self) -> dict[str, Any]:
+        """What `headrace status --json` prints."""
+        ran = self.headrace("status", "--json")
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        status: dict[str, Any] = json.loads(ran.stdout)
+        return status
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state file: `http`, `nats`, `pid`, `processes`, ..."""
+        state: dict[str, Any] = json.loads((self.data / "stack.json").read_text())
+        return state
+
+    @property
+    def http(self) -> str:
+        """The URL of its ingress."""
+        return str(self.state["http"])
+
+    def settings(self) -> Settings:
+        """Settings that reach its servers."""
+        return client_settings(data_dir=str(self.data))
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """A running stack without models that the whole run shares: push under names of your own, and never stop it."""
+    stack = LocalStack(tmp_path_factory.mktemp("stack") / "data")
+    stack.up()
+    yield stack
+    stack.down()
+
+
+@pytest.fixture
+def own_stack(tmp_path: Path) -> Iterator[LocalStack]:
+    """A stack of this test alone, not started yet; ended after the test."""
+    stack = LocalStack(tmp_path / "data")
+    yield stack
+    stack.down()
