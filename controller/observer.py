@@ -113,7 +113,11 @@ class Observer:
 
     def _on_wake(self, message: Message) -> None:
         name = subjects.version_of_wake(message.subject)
-        served = any((seen.lease.model, seen.lease.version) == name for seen in self.leases.values() if not seen.silent)
+        served = any(
+            (seen.lease.model, seen.lease.version) == name and seen.lease.state in ("starting", "active")
+            for seen in self.leases.values()
+            if not seen.silent
+        )
         if name in self.records and not served:
             self.hinted_at = time.monotonic()
             self.changed.set()

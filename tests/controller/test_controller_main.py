@@ -91,7 +91,7 @@ def lifeline() -> Iterator[tuple[int, Callable[[], None]]]:
         os.close(end)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_it_serves_metrics_ends_on_a_signal_and_leaves_its_workers_to_the_lifeline(
     nats_server: Any, tmp_path: Path, lifeline: Any, number: signal.Signals
 ) -> None:
