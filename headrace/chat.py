@@ -11,19 +11,22 @@ from shared.errors import HeadraceError, Unavailable, by_code
 CONNECT_TIMEOUT_S = 5.0
 
 
-def chat(url: str, model: str, message: str | None, max_tokens: int | None) -> None:
-    """Answer `message`, or talk until Ctrl-D. Raises HeadraceError when a single answer cannot be had."""
+def chat(url: str, model: str, message: str | None, sampling: dict[str, Any]) -> None:
+    """Answer `message`, or talk until Ctrl-D. `sampling` goes into each request as it is.
+
+    Raises HeadraceError when a single answer cannot be had.
+    """
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     with httpx.Client(base_url=url, timeout=timeout) as client:
         if message is not None or not sys.stdin.isatty():
             text = message if message is not None else sys.stdin.read()
-            _answer(client, model, [{"role": "user", "content": text}], max_tokens)
+            _answer(client, model, [{"role": "user", "content": text}], sampling)
             return
         print(f"{model} at {url}; Ctrl-C stops an answer, Ctrl-D ends")
-        _converse(client, model, max_tokens)
+        _converse(client, model, sampling)
 
 
-def _converse(client: httpx.Client, model: str, max_tokens: int | None) -> None:
+def _converse(client: httpx.Client, model: str, sampling: dict[str, Any]) -> None:
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -35,18 +38,16 @@ def _converse(client: httpx.Client, model: str, max_tokens: int | None) -> None:
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            messages = [*asked, {"role": "assistant", "content": _answer(client, model, asked, max_tokens)}]
+            messages = [*asked, {"role": "assistant", "content": _answer(client, model, asked, sampling)}]
         except KeyboardInterrupt:
             print(" [stopped]")
         except HeadraceError as error:
             print(f"error: {error}", file=sys.stderr)
 
 
-def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], max_tokens: int | None) -> str:
+def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], sampling: dict[str, Any]) -> str:
     """Print one answer as it comes; its text. A stream that ends without [DONE] is an error."""
-    body: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
-    if max_tokens is not None:
-        body["max_tokens"] = max_tokens
+    body: dict[str, Any] = {"model": model, "messages": messages, "stream": True, **sampling}
     answer = ""
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:

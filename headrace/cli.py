@@ -75,11 +75,14 @@ def chat(
     model: Annotated[str, typer.Argument(help="MODEL, MODEL@VERSION or MODEL@ALIAS.")],
     message: Annotated[str | None, typer.Option("--message", "-m", help="Ask this one thing and end.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = None,
 ) -> None:
     """Talk to a model in the terminal."""
     from headrace.chat import chat as talk
 
-    talk(_globals(context).http_url(), model, message, max_tokens)
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    talk(_globals(context).http_url(), model, message, sampling)
 
 
 @app.command()
