@@ -89,13 +89,17 @@ Action = Start | Abort | Send | Ack | Nak | DeadLetter
 
 
 class _Subscriber:
-    """A requester that is sent frames under `sid`. `awaiting`: its attach, while the history has not reached its position."""
+    """A requester that is sent frames under `sid`.
 
-    __slots__ = ("awaiting", "sid")
+    `awaiting` is its attach while the history has not reached its position. `error` ends the request for this one alone.
+    """
+
+    __slots__ = ("awaiting", "error", "sid")
 
     def __init__(self, sid: str, awaiting: Attach | None) -> None:
         self.sid = sid
         self.awaiting = awaiting
+        self.error: WireError | None = None
 
 
 class _Claim:
@@ -260,7 +264,9 @@ class ClaimTable:
             index = claim.history.append(event)
             for reply, subscriber in list(claim.subscribers.items()):
                 if subscriber.awaiting is not None:
-                    self._settle(claim, reply, subscriber.awaiting, now, actions)
+                    self._settle(claim, reply, subscriber, subscriber.awaiting, now, actions)
+                    continue
+                if subscriber.error is not None:
                     continue
                 frame = Frame(
                     claim.rid,
@@ -305,8 +311,7 @@ class ClaimTable:
                 claim.resend_at = now + self.limits.resend_s
                 if claim.calling:
                     self._accept(claim, actions)
-                if claim.ended:
-                    self._terminals(claim, actions)
+                self._terminals(claim, actions)
         for rid, (_, until) in list(self._kept.items()):
             if now < until:
                 break
@@ -341,13 +346,14 @@ class ClaimTable:
     def _attach(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
         if claim.error is not None:
             self._subscribe(claim, attach, awaiting=False)
-            actions.append(Send(attach.reply, self._error_frame(claim, attach.sid)))
+            actions.append(Send(attach.reply, self._error_frame(claim, attach.sid, claim.error)))
             return
         if claim.history is None:
             self._attach_unstarted(claim, attach, now, actions)
             return
         match = claim.history.match(attach)
         alone = all(reply == attach.reply for reply in claim.subscribers)
+        before = claim.subscribers.get(attach.reply)
         if match is Match.EXTENDS:
             self._subscribe(claim, attach, awaiting=False)
             self._serve(claim, attach, now, actions)
@@ -359,6 +365,9 @@ class ClaimTable:
             # Another one is being served: it must not lose the text of what this one has and it has not.
             self._subscribe(claim, attach, awaiting=True)
             actions.append(Send(attach.reply, Wait(claim.rid, claim.id, attach.sid)))
+        elif before is not None and before.error is not None:
+            before.sid = attach.sid
+            actions.append(Send(attach.reply, self._error_frame(claim, attach.sid, before.error)))
 
     def _attach_unstarted(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
         if attach.ids is not None:
@@ -399,22 +408,22 @@ class ClaimTable:
         actions.append(Send(attach.reply, Ok(claim.rid, claim.id, attach.sid, claim.seq, ack, ids, int(left * 1000))))
         actions += [Send(attach.reply, frame) for frame in history.frames(claim.rid, claim.id, attach.sid, positions)]
 
-    def _settle(self, claim: _Claim, reply: str, attach: Attach, now: float, actions: list[Action]) -> None:
+    def _settle(
+        self, claim: _Claim, reply: str, subscriber: _Subscriber, attach: Attach, now: float, actions: list[Action]
+    ) -> None:
         """Check a subscriber that waits for the history to reach its position."""
-        history = claim.history
-        match = history.match(attach) if history is not None else Match.SHORTER
-        if match is Match.SHORTER:
-            return
+        match = claim.history.match(attach) if claim.history is not None else Match.SHORTER
         if match is Match.EXTENDS:
-            claim.subscribers[reply].awaiting = None
+            subscriber.awaiting = None
             self._serve(claim, attach, now, actions)
-            return
-        del claim.subscribers[reply]
-        self._lose(claim, now)
-        if attach.ids is None:
-            error = WireError(Diverged.code, "generating anew did not give the tokens that were sent before")
-            actions.append(Send(reply, Frame(claim.rid, claim.id, attach.sid, 0, 0, [], [], error=error)))
-        else:
+        elif match is not Match.SHORTER and attach.ids is None:
+            # A terminal like any other: repeated until it is released, for it may cross with the next attach.
+            subscriber.awaiting = None
+            subscriber.error = WireError(Diverged.code, "generating anew did not give the tokens that were sent before")
+            actions.append(Send(reply, self._error_frame(claim, subscriber.sid, subscriber.error)))
+        elif match is not Match.SHORTER:
+            del claim.subscribers[reply]
+            self._lose(claim, now)
             actions.append(Send(reply, No(claim.rid, attach.sid)))
 
     # -- a claim's life --------------------------------------------------------------------------------------------------
@@ -449,15 +458,17 @@ class ClaimTable:
         self._terminals(claim, actions)
 
     def _terminals(self, claim: _Claim, actions: list[Action]) -> None:
+        """What ended the request, to every subscriber for which it has ended."""
         for reply, subscriber in claim.subscribers.items():
-            if claim.error is not None:  # to those that wait for their position as well
-                actions.append(Send(reply, self._error_frame(claim, subscriber.sid)))
-            elif claim.history is not None:
+            error = claim.error or subscriber.error  # of the claim: to those that wait for their position as well
+            if error is not None:
+                actions.append(Send(reply, self._error_frame(claim, subscriber.sid, error)))
+            elif claim.ended and claim.history is not None:
                 frames = claim.history.frames(claim.rid, claim.id, subscriber.sid)
                 actions += [Send(reply, frame) for frame in frames]
 
-    def _error_frame(self, claim: _Claim, sid: str) -> Frame:
-        return Frame(claim.rid, claim.id, sid, 0, 0, [], [], error=claim.error)
+    def _error_frame(self, claim: _Claim, sid: str, error: WireError) -> Frame:
+        return Frame(claim.rid, claim.id, sid, 0, 0, [], [], error=error)
 
     def _lose(self, claim: _Claim, now: float) -> None:
         claim.lost = True
