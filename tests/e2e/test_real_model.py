@@ -1,0 +1,192 @@
+"""The demo model through the whole stack: HTTP, queue, controller, worker, engine."""
+
+import asyncio
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from .conftest import CHAT, COMPLETIONS, Answer, Stack, assert_same_but_for_ties, greedy, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model]
+
+README = Path(__file__).parents[2] / "README.md"
+COLD_START_S_MAX = 15.0
+TRICKY = [
+    "Reply with exactly these emoji: 😀 🎉 👩‍👩‍👧‍👦 🇫🇷 ❤️‍🔥",
+    "Translate to Chinese, Japanese and Korean: good morning, my friend",
+    "Write the words café, naïve, Ångström and résumé with combining accents: e\u0301 n\u0303 a\u030a",
+]
+TOPICS = ["rivers", "mills", "turbines", "salt", "trains", "bees", "clouds", "maps"]
+
+
+def test_the_readmes_curl_line_answers_paris(demo_stack: Stack) -> None:
+    line = next(block for block in re.findall(r"```\w*\n(.*?)```", README.read_text(), re.DOTALL) if "curl" in block)
+    command = line[line.index("curl") :].replace("http://localhost:8000", demo_stack.url)
+    command = command.replace("http://127.0.0.1:8000", demo_stack.url)
+    assert demo_stack.url in command
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60).stdout
+    events = [part[6:] for part in answer.split("\n") if part.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    text = "".join(
+        choice["delta"].get("content") or ""
+        for event in events[:-1]
+        for choice in msgspec.json.decode(event)["choices"]
+    )
+    assert "Paris" in text
+
+
+def test_from_zero_to_an_answer_and_back_to_zero(demo_stack: Stack, tmp_path: Path) -> None:
+    demo_stack.headrace("models", "push", str(demo_directory(demo_stack)), "--name", "sleepy", "--version", "v1",
+                        "--idle-seconds", "2")  # fmt: skip
+    for _ in range(2):
+        assert not demo_stack.workers("sleepy")
+        answer = demo_stack.stream(CHAT, greedy("sleepy", "What is the capital of France?", 8))
+        assert answer.done
+        assert "Paris" in answer.text
+        assert answer.first_s is not None
+        assert answer.first_s <= COLD_START_S_MAX
+        [worker] = demo_stack.workers("sleepy")
+        metrics = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics").text
+        log = (demo_stack.data / "logs" / f"worker-{worker['id']}.log").read_text()
+        for phase in ("process", "imports", "fetch", "load", "first_token"):
+            assert re.search(rf'headrace_cold_start_seconds{{.*phase="{phase}".*}} \d', metrics)
+            assert re.search(rf"\b{phase}=\d", log)
+        wait_for(lambda: not demo_stack.workers("sleepy"), 15, "the end of an idle worker")
+    assert "sleepy" in [each["id"] for each in httpx.get(demo_stack.url + "/v1/models").json()["data"]]
+    demo_stack.idle()
+
+
+def demo_directory(stack: Stack) -> Path:
+    """The converted demo model that `headrace up` keeps under its data directory."""
+    return next(path.parent for path in stack.data.rglob("config.json") if (path.parent / "tokenizer.json").exists())
+
+
+def test_the_openai_sdk_streams_and_answers_plainly(demo_stack: Stack) -> None:
+    with openai.OpenAI(base_url=demo_stack.url + "/v1", api_key="none") as client:
+        messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        plain = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=10, temperature=0)
+        assert "Paris" in (plain.choices[0].message.content or "")
+        assert plain.usage is not None
+        chunks = list(
+            client.chat.completions.create(
+                model="smollm2@stable",
+                messages=messages,
+                max_tokens=10,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == plain.choices[0].message.content
+        assert chunks[-1].usage == plain.usage
+        completion = client.completions.create(
+            model="smollm2@v1", prompt="One, two, three,", max_tokens=5, temperature=0
+        )
+        assert "four" in completion.choices[0].text
+        assert "smollm2" in [model.id for model in client.models.list()]
+    demo_stack.idle()
+
+
+def test_streamed_text_equals_plain_text(demo_stack: Stack) -> None:
+    bodies = [greedy("smollm2", prompt, 48) for prompt in TRICKY]
+    bodies += [
+        {"model": "smollm2", "prompt": f"{text} {text} {text}", "max_tokens": 40, "temperature": 1.2, "seed": 11}
+        for text in ("😀🎉👩‍👩‍👧‍👦", "早上好，我的朋友。", "e\u0301n\u0303a\u030a", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢")
+    ]
+    for body in bodies:
+        path = CHAT if "messages" in body else COMPLETIONS
+        plain = demo_stack.post(path, body).json()["choices"][0]
+        streamed = demo_stack.stream(path, body)
+        assert streamed.done
+        assert streamed.text == (plain["text"] if "text" in plain else plain["message"]["content"])
+        assert streamed.finish == plain["finish_reason"]
+        if streamed.scored:
+            tokens = streamed.scored[:-1] if streamed.finish == "stop" else streamed.scored
+            raw = b"".join(bytes(token["bytes"]) for token in tokens)
+            assert streamed.text == raw.decode(errors="replace")
+    demo_stack.idle()
+
+
+def test_stop_strings_split_across_tokens_cut_the_same_in_streams(demo_stack: Stack) -> None:
+    body = {"model": "smollm2", "prompt": "One, two, three, four, five,", "max_tokens": 30, "temperature": 0}
+    whole = demo_stack.stream(COMPLETIONS, body).text
+    for begin, end in ((6, 11), (3, 17), (12, 14)):
+        stop = whole[begin:end]
+        cut = whole[: whole.index(stop)]
+        plain = demo_stack.post(COMPLETIONS, body | {"stop": [stop, "never to be seen"]}).json()["choices"][0]
+        streamed = demo_stack.stream(COMPLETIONS, body | {"stop": stop})
+        assert (plain["text"], plain["finish_reason"]) == (cut, "stop")
+        assert (streamed.text, streamed.finish, streamed.done) == (cut, "stop", True)
+    demo_stack.idle()
+
+
+def test_thirty_two_streams_at_once_equal_each_alone(demo_stack: Stack) -> None:
+    bodies = [greedy("smollm2", f"Tell me fact number {n // 8 + 1} about {TOPICS[n % 8]}.", 32) for n in range(32)]
+    together = asyncio.run(demo_stack.streams([(CHAT, body) for body in bodies]))
+    for number, (body, answer) in enumerate(zip(bodies, together, strict=True)):
+        assert answer.done
+        alone = demo_stack.stream(CHAT, body)
+        rid = answer.headers["x-request-id"]
+        assert_same_but_for_ties(f"stream {number} ({rid})", answer, alone, 0.5)
+    demo_stack.idle()
+
+
+@pytest.mark.parametrize(("dtype", "kills"), [("float32", 3), ("bfloat16", 2)])
+def test_streams_survive_a_killed_worker(demo_stack: Stack, dtype: str, kills: int) -> None:
+    name = f"killed-{dtype}"
+    demo_stack.push(str(demo_directory(demo_stack)), name, "--set", f"dtype={dtype}", "--max-replicas", "1")
+    body = greedy(name, "Describe how a water mill grinds grain.", 60, ignore_eos=True)
+    wanted = demo_stack.stream(CHAT, body)
+    for round_number in range(kills):
+        [worker] = demo_stack.workers(name)
+        at = 5 + 20 * round_number
+
+        def kill_in_the_middle(answer: Answer, pid: int = worker["pid"], at: int = at) -> None:
+            if len(answer.scored) == at:
+                demo_stack.kill(pid)
+
+        answer = demo_stack.stream(CHAT, body, kill_in_the_middle)
+        assert answer.done
+        assert len(answer.scored) == 60
+        assert demo_stack.workers(name)[0]["pid"] != worker["pid"]
+        if dtype == "float32":
+            assert answer.text == wanted.text
+        else:
+            assert_same_but_for_ties(f"round {round_number}", answer, wanted, 0.5)
+    demo_stack.idle()
+
+
+def test_a_prompt_over_the_models_length_is_refused_with_both_numbers(demo_stack: Stack) -> None:
+    answer = demo_stack.post(COMPLETIONS, {"model": "smollm2", "prompt": "word " * 9000, "max_tokens": 5})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "8192" in error["message"]
+    assert re.search(r"\b90\d\d\b", error["message"])
+    demo_stack.idle()
+
+
+def test_disconnecting_frees_the_slot_within_a_step(demo_stack: Stack) -> None:
+    async def leave_early() -> float:
+        async with (
+            httpx.AsyncClient(base_url=demo_stack.url, timeout=60) as client,
+            client.stream("POST", CHAT, json=greedy("smollm2", "Count to a thousand.", 2000) | {"stream": True}) as got,
+        ):
+            lines = got.aiter_lines()
+            for _ in range(9):
+                await anext(lines)
+            [worker] = await asyncio.to_thread(demo_stack.workers, "smollm2")
+            assert worker["running"] == 1
+        return time.monotonic()
+
+    left = asyncio.run(leave_early())
+    demo_stack.idle()
+    assert time.monotonic() - left < 6  # leases are a second old at most, and every look is a process of its own
