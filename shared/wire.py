@@ -138,7 +138,10 @@ class Frame(msgspec.Struct, tag="f", array_like=True):
 
 
 class Ok(msgspec.Struct, tag="o", array_like=True):
-    """Answer to attach: this claim sends to `sid` from the attach's next on. `ids` are those before it, per choice."""
+    """Answer to attach: this claim sends to `sid` from the attach's next on.
+
+    `ids` are those before it, per choice, where the attach gave a digest of them; else it is empty.
+    """
 
     rid: str
     claim: str
