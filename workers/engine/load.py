@@ -24,6 +24,6 @@ def load_engine(source: str, directory: Path | None, settings: EngineSettings, t
         return load_simulated(source.removeprefix(SIMULATED), settings)
     if directory is None:
         raise LoadRefused(f"the source {source!r} needs the directory of its files")
-    from workers.engine.runner import load
+    from workers.engine.model import load
 
     return load(directory, settings, threads)

@@ -46,6 +46,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     blocks_total: int  # of 16 tokens each
     device: str
     dtype: str
+    load_seconds: dict[str, float] = {}  # by phase
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -1,0 +1,140 @@
+"""Whether a model can be served by packed paged attention. Found out at load, with the reason, instead of in wrong text."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.wire import Sampling
+from workers.engine.attention import NAME, Layer, Variant, attach
+from workers.engine.load import LoadRefused
+from workers.engine.runner import TorchRunner
+from workers.engine.scheduler import Sequence, Slice, StepPlan
+
+OTHER_ENGINE = "vLLM can serve it"
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Rotary embeddings that look at the longest position of the whole packed batch: one sequence would change the others.
+ROPE_BY_LENGTH = ("dynamic", "longrope")
+UNKNOWN_ARGUMENTS = ("position_bias", "indices")  # of attention functions: they change what is attended to
+PROMPT_TOKENS = (24, 23, 21)  # more than one block
+BLOCKS = 6
+BLOCK_TABLES = ([4, 1], [0, 2], [5, 3])  # not contiguous
+ERROR_MAX = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.15}  # relative to the spread of the logits
+
+
+@dataclass(slots=True)
+class LayerShape:
+    """What one attention layer stores for a token."""
+
+    module: nn.Module
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+def refuse_by_config(config: Any, max_model_len: int) -> None:
+    """Raise LoadRefused for what the configuration alone rules out."""
+    if config.is_encoder_decoder:
+        raise LoadRefused(
+            f"{config.model_type} is an encoder-decoder, not a decoder; {OTHER_ENGINE} if it is supported there"
+        )
+    text = config.get_text_config()
+    others = sorted(set(getattr(text, "layer_types", None) or []) - LAYER_TYPES)
+    if others:
+        raise LoadRefused(
+            f"{config.model_type} has layers of type {', '.join(others)}, which keep other state; {OTHER_ENGINE}"
+        )
+    for rope in _rope_parameters(text):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", text.max_position_embeddings
+        )
+        if any(name in kind for name in ROPE_BY_LENGTH) and max_model_len > original:
+            raise LoadRefused(
+                f"rotary embeddings of type {kind} depend on the longest sequence of a batch; with max_model_len at most"
+                f" {original} they do not, otherwise {OTHER_ENGINE}"
+            )
+
+
+def probe(model: Any, layers: int) -> list[LayerShape]:
+    """See that each of the `layers` layers calls our attention once; what each stores, in the order of the calls."""
+    shapes: list[LayerShape] = []
+    for module in model.modules():
+        attach(module, _Probe(module, shapes))
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    positions = torch.arange(2, device=model.device).unsqueeze(0)
+    try:
+        model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    except Exception as error:
+        raise LoadRefused(
+            f"a packed forward of {_name(model)} raised {type(error).__name__}: {error}; {OTHER_ENGINE}"
+        ) from error
+    if len({id(shape.module) for shape in shapes}) != len(shapes) or len(shapes) != layers:
+        raise LoadRefused(
+            f"{_name(model)} called our attention {len(shapes)} times in {layers} layers: it has layers that do not use"
+            f" transformers' attention interface; {OTHER_ENGINE}"
+        )
+    return shapes
+
+
+def reference_logits(model: Any) -> torch.Tensor:
+    """[len(PROMPT_TOKENS), vocabulary]: the model's own, with its plain eager attention and no packing."""
+    ids = torch.tensor([prompt_ids(model.get_input_embeddings().num_embeddings)], device=model.device)
+    rows = torch.tensor([length - 1 for length in PROMPT_TOKENS], device=model.device)
+    model.set_attn_implementation("eager")
+    try:
+        return model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0].float()
+    finally:
+        model.set_attn_implementation(NAME)
+
+
+def compare(model: Any, runner: TorchRunner, reference: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise LoadRefused unless `runner`, packed, paged and in chunks, computes what the model computes."""
+    prompt = prompt_ids(model.get_input_embeddings().num_embeddings)
+    sequences = [_sequence(prompt[:length], blocks) for length, blocks in zip(PROMPT_TOKENS, BLOCK_TABLES, strict=True)]
+    for counts in ((16, 16, 16), (7, 6, 4)):
+        runner.forward(StepPlan([_advance(each, count) for each, count in zip(sequences, counts, strict=True)]))
+    logits = runner.forward(StepPlan([_advance(each, 1) for each in sequences])).float()
+    spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
+    error = ((logits - reference).norm(dim=-1) / spread).max().item()
+    if not error <= ERROR_MAX[dtype]:
+        raise LoadRefused(
+            f"{_name(model)} computed in a packed batch differs from {_name(model)} alone (relative error {error:.2g},"
+            f" at most {ERROR_MAX[dtype]:.2g} is rounding): it keeps state that packing breaks; {OTHER_ENGINE}"
+        )
+
+
+def prompt_ids(vocabulary_size: int) -> list[int]:
+    """A fixed prompt of max(PROMPT_TOKENS) ids."""
+    return [(7919 * index + 13) % vocabulary_size for index in range(max(PROMPT_TOKENS))]
+
+
+class _Probe(Layer):
+    def __init__(self, module: nn.Module, shapes: list[LayerShape]) -> None:
+        self._module = module
+        self._shapes = shapes
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> torch.Tensor:
+        self._shapes.append(LayerShape(self._module, k.shape[0], k.shape[2], v.shape[2]))
+        return q.new_zeros((q.shape[1], q.shape[0], v.shape[2]))
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in found.values() if isinstance(value, dict)]  # one per layer type
+    return nested or [found]
+
+
+def _sequence(tokens: list[int], blocks: list[int]) -> Sequence:
+    return Sequence("gate", "gate", 0, Sampling(), tokens, len(tokens), len(tokens) + 1, blocks=blocks)
+
+
+def _advance(sequence: Sequence, count: int) -> Slice:
+    start = sequence.computed
+    sequence.computed += count
+    return Slice(sequence, start, count, sequence.computed == len(sequence.tokens))
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__

@@ -1,0 +1,156 @@
+"""From a directory of weights to an engine: load, gate, make the linear layers fast, size the cache."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shared.records import EngineSettings
+from workers.engine import attention, gate
+from workers.engine.attention import Current
+from workers.engine.attention_paged import PagedLayer, Scratch
+from workers.engine.batch import Packer
+from workers.engine.blocks import BLOCK_TOKENS
+from workers.engine.engine import BatchEngine
+from workers.engine.linear import can_pack, pack_linears
+from workers.engine.load import LoadRefused
+from workers.engine.memory import block_bytes, blocks_that_fit, zeros
+from workers.engine.request import EngineInfo
+from workers.engine.runner import TorchRunner
+from workers.engine.sampler import Sampler
+from workers.engine.tokenizer import HuggingFaceText, load_tokenizer
+
+SLOTS_CPU = 64
+SLOTS_CUDA = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+log = logging.getLogger(__name__)
+
+
+class Phases:
+    """Seconds of each phase of a load, in their order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - begin, 3)
+
+
+@torch.inference_mode()
+def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine:
+    """The engine of the model in `directory` (Hugging Face layout, safetensors). Raises LoadRefused with the reason."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    phases = Phases()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = _dtype(settings.dtype, device)
+    with phases("tokenizer"):
+        tokenizer = load_tokenizer(directory)
+    with phases("weights"):
+        config = _config(directory)
+        max_model_len = _max_model_len(settings, config)
+        gate.refuse_by_config(config, max_model_len)
+        model = _weights(directory, config, dtype).to(device).eval()
+    with phases("gate"):
+        shapes = gate.probe(model, config.get_text_config().num_hidden_layers)
+        reference = gate.reference_logits(model)
+    with phases("pack"):
+        if can_pack(device, dtype):
+            pack_linears(model)
+    text = HuggingFaceText(tokenizer, reference.shape[-1], _end_ids(model, tokenizer))
+    current = Current()
+    slots = settings.slots or (SLOTS_CPU if device.type == "cpu" else SLOTS_CUDA)
+    runner = TorchRunner(
+        model, current, Packer(slots + settings.prefill_chunk, device), Sampler(text.end_ids, text.token_bytes)
+    )
+    with phases("check"):
+        _attach(shapes, current, gate.BLOCKS, dtype, device)
+        gate.compare(model, runner, reference, dtype)
+    with phases("cache"):
+        per_block = block_bytes(shapes, dtype)
+        blocks = settings.kv_blocks or blocks_that_fit(per_block, device, slots, max_model_len)
+        _attach(shapes, current, blocks, dtype, device)
+    info = EngineInfo(
+        max_model_len=min(max_model_len, blocks * BLOCK_TOKENS),
+        slots=slots,
+        blocks_total=blocks,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        load_seconds=phases.seconds,
+    )
+    log.info("loaded %s: %s", directory.name, info)
+    return BatchEngine(runner, text, info, settings.prefill_chunk)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        if name not in DTYPES:
+            raise LoadRefused(f"dtype is auto, {', '.join(DTYPES)}; not {name!r}")
+        return DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    # Without instructions for it, bfloat16 is slower than float32.
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _config(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise LoadRefused(f"config.json cannot be used: {error}") from error
+
+
+def _max_model_len(settings: EngineSettings, config: Any) -> int:
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    wanted = settings.max_model_len or own
+    if not wanted or wanted < 1:
+        raise LoadRefused("the model's configuration names no maximum length: set max_model_len")
+    if own and wanted > own:
+        raise LoadRefused(f"max_model_len is {wanted}, and the model's own limit {own}")
+    return wanted
+
+
+def _weights(directory: Path, config: Any, dtype: torch.dtype) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise LoadRefused(f"the weights cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _attach(
+    shapes: list[gate.LayerShape], current: Current, blocks: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give each attention layer its part of a cache of `blocks` blocks."""
+    slots = blocks * BLOCK_TOKENS
+    scratch = Scratch(device)
+    for shape in shapes:
+        keys = zeros((shape.heads, slots, shape.key_dim), dtype, device)
+        values = zeros((shape.heads, slots, shape.value_dim), dtype, device)
+        attention.attach(shape.module, PagedLayer(current, scratch, keys, values))
+
+
+def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The ids that end an output, wherever the model's files name them."""
+    found: set[int] = set()
+    for named in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(named, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)

@@ -1,0 +1,40 @@
+"""The torch runner: a Hugging Face decoder computes packed batches over our paged cache."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.engine.attention import Current
+from workers.engine.batch import Packer
+from workers.engine.engine import Drawn
+from workers.engine.sampler import Sampler
+from workers.engine.scheduler import StepPlan
+
+
+@dataclass(slots=True)
+class TorchRunner:
+    """`model` calls attention layers that read `current` (see attention.py)."""
+
+    model: Any
+    current: Current
+    packer: Packer
+    sampler: Sampler
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """[n, vocabulary]: a row for each slice that samples, in the order of the plan."""
+        batch = self.packer.pack(plan)
+        self.current.batch = batch
+        output = self.model(
+            input_ids=batch.ids,
+            position_ids=batch.positions,
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+        )
+        return output.logits[0]
+
+    @torch.inference_mode()
+    def sample(self, plan: StepPlan, computed: torch.Tensor) -> Drawn:
+        sequences = [part.sequence for part in plan.slices if part.samples]
+        return self.sampler.draw(computed, sequences) if sequences else Drawn([])

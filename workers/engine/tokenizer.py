@@ -1,0 +1,99 @@
+"""The text side of a real model: chat template, tokeniser, token bytes. Only fast (Rust) tokenizers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transformers import AutoTokenizer
+
+from shared.errors import BadRequest
+from shared.wire import ChatMessage, Input
+from workers.engine.load import LoadRefused
+from workers.engine.text import CONTEXT_IDS, Detokenizer, TextStream
+
+
+class HuggingFaceText:
+    """The `TextSide` of the tokenizer in a model's directory."""
+
+    def __init__(self, tokenizer: Any, vocabulary_size: int, end_ids: frozenset[int]) -> None:
+        self.vocabulary_size = vocabulary_size
+        self.end_ids = end_ids
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._token_bytes: dict[int, bytes] = {}
+        self._pieces = _byte_level_pieces() if "ByteLevel" in repr(self._backend.decoder) else {}
+
+    def encode(self, prompt: Input) -> list[int]:
+        param = "prompt"
+        if prompt.token_ids is not None:
+            ids = prompt.token_ids
+        elif prompt.prompt is not None:
+            ids = self._ids(prompt.prompt, special=True, param=param)
+        else:
+            param = "messages"
+            # The template has put the special tokens where they belong.
+            ids = self._ids(self._render(prompt.messages or []), special=False, param=param)
+        if not ids:
+            raise BadRequest("the prompt is empty", param=param)
+        return ids
+
+    def stream(self, prompt_ids: Sequence[int]) -> TextStream:
+        return Detokenizer(self._decode, prompt_ids[-CONTEXT_IDS:])
+
+    def token_bytes(self, token: int) -> bytes:
+        known = self._token_bytes.get(token)
+        if known is None:
+            known = self._token_bytes[token] = self._bytes(token)
+        return known
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+        try:
+            # encode_batch lets other threads run meanwhile, encode does not
+            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        except (UnicodeError, TypeError) as error:
+            raise BadRequest(f"the text cannot be tokenised: {error}", param=param) from error
+
+    def _render(self, messages: list[ChatMessage]) -> str:
+        if not messages:
+            raise BadRequest("there are no messages", param="messages")
+        if self._tokenizer.chat_template is None:
+            raise BadRequest("this model has no chat template: send a prompt instead of messages", param="messages")
+        turns = [{"content": None} | msgspec.to_builtins(message) for message in messages]
+        try:
+            return self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the model's author: anything may come out of it
+            raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
+
+    def _bytes(self, token: int) -> bytes:
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._pieces and all(letter in self._pieces for letter in piece):
+            return bytes(self._pieces[letter] for letter in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model's directory. Raises LoadRefused."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise LoadRefused(f"the tokenizer cannot be loaded: {error}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise LoadRefused(f"{type(tokenizer).__name__} is not a fast tokenizer, and only those are supported")
+    return tokenizer
+
+
+def _byte_level_pieces() -> dict[str, int]:
+    """The letters by which byte-level tokenizers write the 256 bytes (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
