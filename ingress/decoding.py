@@ -29,6 +29,7 @@ def decode(decoder: msgspec.json.Decoder[BodyType], raw: bytes) -> BodyType:
 def _refusal(text: str) -> BadRequest:
     place = _PLACE.match(text)
     problem, path = (place["problem"], (place["path"] or "").lstrip(".")) if place else (text, "")
+    path = path.removesuffix("[...]")  # some value of an object; msgspec does not say which
     missing = _MISSING.match(problem)
     if missing:
         path, problem = f"{path}.{missing['field']}".lstrip("."), "missing"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -19,7 +20,8 @@ from shared import lifeline
 from shared.bus import Bus
 from shared.dispatch import Dispatcher
 from shared.errors import Draining
-from shared.settings import Settings, SettingsError, load
+from shared.log import configure_logging
+from shared.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +129,8 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         watches = Watches(router, dispatcher)
         await watches.start(bus)
         context = Context(settings, router, dispatcher, lambda: bus.connected and watches.live)
+        gc.collect()
+        gc.freeze()  # what is loaded by now stays: full collections need not walk it
         await serve_until(stop, context, bound)
         await watches.close()
         await dispatcher.close()
@@ -135,14 +139,13 @@ async def run(settings: Settings, bound: socket.socket) -> None:
 
 
 def main(settings: Settings) -> None:
-    """The process, until its end. Raises SettingsError or Unavailable when it cannot start."""
+    """The process, until its end.
+
+    Raises SettingsError for an address that cannot be used and Unavailable when NATS cannot be reached.
+    """
+    configure_logging(settings)
     check_address(settings)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if settings.lifeline_fd is not None:
         lifeline.watch(settings.lifeline_fd)
     with bind(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(settings, bound))
-
-
-if __name__ == "__main__":
-    main(load())

@@ -188,6 +188,8 @@ class InferBody(Body, kw_only=True):
     logprobs: TopCount | None = None
 
     def to_input(self) -> Input:
+        if self.n is not None and self.n > 1:
+            raise Unsupported("n: one choice a request is served here; /v1/completions serves more", param="n")
         given = self.input
         if isinstance(given, list) and given and not isinstance(given[0], int):
             messages = [item for item in given if isinstance(item, Message)]
@@ -228,7 +230,7 @@ def _content(message: Message, path: str) -> str | None:
     for index, part in enumerate(content):
         where = f"{path}.content[{index}]"
         if part.type != "text":
-            raise BadRequest(f"{where}: only text parts are served, not `{part.type}`", param=where)
+            raise Unsupported(f"{where}: only text parts are served, not `{part.type}`", param=where)
         if part.text is None:
             raise BadRequest(f"{where}.text: missing", param=f"{where}.text")
         texts.append(part.text)

@@ -66,8 +66,7 @@ class InferEvents:
 
     def add(self, deltas: list[Delta], out: list[bytes]) -> None:
         for delta in deltas:
-            # a delta has at most one token; text without a token is what a finish released
-            if delta.ids or delta.text:
+            if delta.ids:  # one token; else the delta is only a finish
                 scored = b',"score":%b' % encode(score(delta.logprobs[0])) if delta.logprobs else b""
                 out.append(b'data: {"token":%b,"index":%d%b}\n\n' % (encode(delta.text), self._index, scored))
                 self._index += 1

@@ -1,0 +1,356 @@
+"""Bodies: what is accepted and what it becomes, and every refusal with the place that it names."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from ingress.decoding import decode
+from ingress.schemas import Body, ChatBody, CompletionBody, InferBody
+from ingress.translate import check_prompt_length, refuse_not_served, to_sampling
+from shared.errors import HeadraceError
+from shared.records import Version
+from shared.settings import Settings
+from shared.wire import ChatMessage, Input, Request, Sampling
+
+DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
+    "chat": msgspec.json.Decoder(ChatBody),
+    "completions": msgspec.json.Decoder(CompletionBody),
+    "infer": msgspec.json.Decoder(InferBody),
+}
+MINIMAL: dict[str, dict[str, Any]] = {
+    "chat": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
+    "completions": {"model": "m", "prompt": "Hi"},
+    "infer": {"input": "Hi"},
+}
+MODEL = Version(model="m", version="v1", state="available", source="sim:zero", max_model_len=100)
+
+
+def translate(family: str, raw: bytes, settings: Settings | None = None) -> tuple[Input, Sampling]:
+    settings = settings or Settings()
+    body: Body = decode(DECODERS[family], raw)
+    refuse_not_served(body)
+    prompt = body.to_input()
+    sampling = to_sampling(body, MODEL, settings)
+    check_prompt_length(prompt, len(raw), MODEL, settings)
+    return prompt, sampling
+
+
+def given(family: str, **fields: Any) -> tuple[Input, Sampling]:
+    return translate(family, json.dumps(MINIMAL[family] | fields).encode())
+
+
+# -- what is accepted --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", MINIMAL)
+def test_the_least_body_has_the_defaults(family: str) -> None:
+    prompt, sampling = given(family)
+    expected = Sampling(seed=sampling.seed, max_tokens=16 if family == "completions" else None)
+    assert sampling == expected
+    assert (prompt.prompt or prompt.messages[0].content) == "Hi"  # type: ignore[index]
+
+
+def test_every_field_reaches_the_wire() -> None:
+    fields = {
+        "max_tokens": 7,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 1.5,
+        "logit_bias": {"12": -100, "7": 3.5},
+        "seed": 42,
+        "n": 3,
+        "stop": ["a", "b"],
+        "stop_token_ids": [2, 3],
+        "ignore_eos": True,
+        "min_tokens": 2,
+    }
+    expected = msgspec.convert(fields | {"logit_bias": {12: -100, 7: 3.5}}, Sampling)
+    for family in MINIMAL:
+        more = {"logprobs": True, "top_logprobs": 5} if family == "chat" else {"logprobs": 5}
+        if family == "infer":
+            more["n"] = 1
+        wanted = msgspec.structs.replace(expected, logprobs=5, n=1 if family == "infer" else 3)
+        assert given(family, **(fields | more))[1] == wanted
+
+
+def test_null_is_the_default_and_harmless_fields_are_accepted() -> None:
+    nulls = {name: None for name in ChatBody.__struct_fields__ if name not in ("model", "messages")}
+    harmless = {
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "parallel_tool_calls": False,
+        "user": "u",
+        "tool_choice": "none",
+        "tools": [],
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "something_new": [1, {"deep": None}],
+    }
+    assert msgspec.structs.replace(given("chat", **(nulls | harmless))[1], seed=0) == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_tokens"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6}, 6),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
+        ({"max_tokens": None}, None),
+    ],
+)
+def test_max_completion_tokens_wins(fields: dict[str, Any], max_tokens: int | None) -> None:
+    assert given("chat", **fields)[1].max_tokens == max_tokens
+
+
+def test_seeds_are_fixed_at_admission() -> None:
+    seeds = {given("infer")[1].seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert given("infer", seed=-1)[1].seed == 2**64 - 1
+    assert given("infer", seed=0)[1].seed == 0
+    wire_safe = Request("r", "m", "v1", *given("infer", seed=-(2**63)))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(wire_safe), type=Request) == wire_safe
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 3}, 3),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+    ],
+)
+def test_chat_logprobs(fields: dict[str, Any], expected: int | None) -> None:
+    assert given("chat", **fields)[1].logprobs == expected
+
+
+def test_completion_logprobs_zero_means_the_chosen_token() -> None:
+    assert given("completions", logprobs=0)[1].logprobs == 0
+    assert given("completions")[1].logprobs is None
+
+
+def test_stop_may_be_a_string_and_top_k_minus_one_is_off() -> None:
+    assert given("chat", stop="END")[1].stop == ["END"]
+    assert given("chat", top_k=-1)[1].top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hi", Input(prompt="Hi")),
+        (["Hi"], Input(prompt="Hi")),
+        ([1, 2], Input(token_ids=[1, 2])),
+        ([[1, 2]], Input(token_ids=[1, 2])),
+    ],
+)
+def test_prompts(prompt: Any, expected: Input) -> None:
+    assert given("completions", prompt=prompt)[0] == expected
+
+
+def test_native_input_is_text_messages_or_token_ids() -> None:
+    assert given("infer", input="Hi")[0] == Input(prompt="Hi")
+    assert given("infer", input=[5, 6])[0] == Input(token_ids=[5, 6])
+    assert given("infer", input=[{"role": "user", "content": "Hi"}])[0] == Input(messages=[ChatMessage("user", "Hi")])
+
+
+def test_messages_keep_what_a_template_needs() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    prompt, _ = given(
+        "chat",
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "é"}]},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "1", "content": ""},
+        ],
+    )
+    assert prompt.messages == [
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "aé", name="Ann"),
+        ChatMessage("assistant", None, tool_calls=calls),
+        ChatMessage("tool", "", tool_call_id="1"),
+    ]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+NOT_JSON = [
+    (b"", "not JSON"),
+    (b"{", "not JSON"),
+    (b"model=m", "not JSON"),
+    (b'{"model":"\xff","messages":[]}', "UTF-8"),
+    (b'{"model":"\\ud800","messages":[]}', "surrogate"),
+    (b'{"model":"m","messages":[],"temperature":NaN}', "not JSON"),
+    (b'{"model":"m","messages":[]} trailing', "not JSON"),
+    (b'{"x":' + b"[" * 100_000, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("raw", "words"), NOT_JSON, ids=[words + str(i) for i, (_, words) in enumerate(NOT_JSON)])
+def test_what_is_not_json_is_refused(raw: bytes, words: str) -> None:
+    with pytest.raises(HeadraceError, match=words) as caught:
+        translate("chat", raw)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_request")
+
+
+ASSISTANT_WITHOUT = [{"role": "assistant", "content": None}]
+IMAGE = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}]}]
+
+INVALID: list[tuple[str, Any, str | None, str]] = [
+    # family, fields (or a whole body that is no object), param, words of the message
+    ("chat", [], None, "expected `object`, got `array`"),
+    ("chat", {"model": ...}, "model", "model: missing"),
+    ("chat", {"messages": ...}, "messages", "messages: missing"),
+    ("chat", {"model": 3}, "model", "expected `str`, got `int`"),
+    ("chat", {"messages": {}}, "messages", "expected `array`"),
+    ("chat", {"messages": []}, "messages", "must not be empty"),
+    ("chat", {"messages": [{"role": "user", "content": "x"}, "y"]}, "messages[1]", "expected `object`"),
+    ("chat", {"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
+    ("chat", {"messages": [{"role": 1, "content": "x"}]}, "messages[0].role", "expected `str`, got `int`"),
+    (
+        "chat",
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages[0].role",
+        "'robot', one of system, developer",
+    ),
+    ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "got `int`"),
+    ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
+    ("chat", {"messages": ASSISTANT_WITHOUT}, "messages[0].content", "needs content"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing"),
+    ("chat", {"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type", "missing"),
+    ("chat", {"stream": "yes"}, "stream", "expected `bool | null`, got `str`"),
+    ("chat", {"stream_options": {"include_usage": True}}, "stream_options", "only with `stream: true`"),
+    ("chat", {"stream": False, "stream_options": {}}, "stream_options", "only with `stream: true`"),
+    ("chat", {"max_tokens": 0}, "max_tokens", ">= 1"),
+    ("chat", {"max_tokens": -5}, "max_tokens", ">= 1"),
+    ("chat", {"max_tokens": 1.5}, "max_tokens", "got `float`"),
+    ("chat", {"max_tokens": "9"}, "max_tokens", "got `str`"),
+    ("chat", {"max_tokens": 2**40}, "max_tokens", "<= 2147483647"),
+    ("chat", {"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
+    ("chat", {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "9 is over max_tokens, 8"),
+    ("chat", {"min_tokens": -1}, "min_tokens", ">= 0"),
+    ("chat", {"temperature": -0.1}, "temperature", ">= 0"),
+    ("chat", {"temperature": 2.1}, "temperature", "<= 2"),
+    ("chat", {"temperature": True}, "temperature", "got `bool`"),
+    ("chat", {"top_p": 0}, "top_p", "> 0"),
+    ("chat", {"top_p": 1.1}, "top_p", "<= 1"),
+    ("chat", {"top_k": -2}, "top_k", ">= -1"),
+    ("chat", {"min_p": 1.1}, "min_p", "<= 1"),
+    ("chat", {"repetition_penalty": 0}, "repetition_penalty", "> 0"),
+    ("chat", {"presence_penalty": 2.5}, "presence_penalty", "<= 2"),
+    ("chat", {"frequency_penalty": -2.5}, "frequency_penalty", ">= -2"),
+    ("chat", {"logit_bias": {"5": 101}}, "logit_bias", "<= 100"),
+    ("chat", {"logit_bias": {"x": 1}}, "logit_bias", "got `str`"),
+    ("chat", {"logit_bias": {"-1": 1}}, "logit_bias", ">= 0"),
+    ("chat", {"seed": "x"}, "seed", "got `str`"),
+    ("chat", {"seed": 2**64}, "seed", "64 bits"),
+    ("chat", {"seed": -(2**63) - 1}, "seed", "64 bits"),
+    ("chat", {"n": 0}, "n", ">= 1"),
+    ("chat", {"n": 17}, "n", "at most 16, got 17"),
+    ("chat", {"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4 strings, got 5"),
+    ("chat", {"stop": ""}, "stop", "empty string"),
+    ("chat", {"stop": [1]}, "stop[0]", "got `int`"),
+    ("chat", {"stop_token_ids": [-1]}, "stop_token_ids[0]", ">= 0"),
+    ("chat", {"logprobs": 5}, "logprobs", "got `int`"),
+    ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
+    ("chat", {"top_logprobs": 2}, "top_logprobs", "needs `logprobs: true`"),
+    ("completions", {"prompt": ...}, "prompt", "missing"),
+    ("completions", {"prompt": ""}, "prompt", "must not be empty"),
+    ("completions", {"prompt": []}, "prompt", "must not be empty"),
+    ("completions", {"prompt": [[]]}, "prompt", "must not be empty"),
+    ("completions", {"prompt": [1, "a"]}, "prompt[1]", "do not mix"),
+    ("completions", {"prompt": [1, [2]]}, "prompt[1]", "do not mix"),
+    ("completions", {"prompt": [[1, "2"]]}, "prompt[0][1]", "got `str`"),
+    ("completions", {"prompt": [-1]}, "prompt[0]", ">= 0"),
+    ("completions", {"logprobs": -1}, "logprobs", ">= 0"),
+    ("infer", {"input": ...}, "input", "missing"),
+    ("infer", {"input": ""}, "input", "must not be empty"),
+    ("infer", {"input": []}, "input", "must not be empty"),
+    ("infer", {"input": [{"role": "user", "content": "x"}, 5]}, "input", "not both"),
+    ("infer", {"input": [5, {"role": "user", "content": "x"}]}, "input[1]", "do not mix"),
+    ("infer", {"input": [{"role": "x", "content": "x"}]}, "input[0].role", "one of system"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "param", "words"), INVALID)
+def test_invalid_bodies_are_refused_by_place(family: str, fields: Any, param: str | None, words: str) -> None:
+    body = fields
+    if isinstance(fields, dict):
+        body = {name: value for name, value in (MINIMAL[family] | fields).items() if value is not ...}
+    with pytest.raises(HeadraceError) as caught:
+        translate(family, json.dumps(body).encode())
+    error = caught.value
+    assert (error.status, error.code) == (400, "invalid_request"), error.message
+    assert error.param == param, error.message
+    assert words in error.message
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ("chat", {"tool_choice": "required"}, "tool_choice"),
+    ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ("chat", {"functions": [{"name": "f"}]}, "functions"),
+    ("chat", {"function_call": {"name": "f"}}, "function_call"),
+    ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+    ("chat", {"modalities": ["text", "audio"]}, "modalities"),
+    ("chat", {"audio": {"voice": "alloy", "format": "mp3"}}, "audio"),
+    ("chat", {"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ("chat", {"web_search_options": {}}, "web_search_options"),
+    ("chat", {"reasoning_effort": "high"}, "reasoning_effort"),
+    ("chat", {"guided_json": {"type": "object"}}, "guided_json"),
+    ("chat", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ("chat", {"chat_template": "{{ x }}"}, "chat_template"),
+    ("completions", {"suffix": "end"}, "suffix"),
+    ("completions", {"echo": True}, "echo"),
+    ("completions", {"best_of": 3}, "best_of"),
+    ("completions", {"prompt": ["a", "b"]}, "prompt"),
+    ("completions", {"prompt": [[1], [2]]}, "prompt"),
+    ("completions", {"prompt_logprobs": 1}, "prompt_logprobs"),
+    ("infer", {"n": 2}, "n"),
+    ("chat", {"messages": IMAGE}, "messages[0].content[1]"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "param"), UNSUPPORTED)
+def test_what_is_not_served_is_refused_clearly(family: str, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HeadraceError) as caught:
+        given(family, **fields)
+    error = caught.value
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", param)
+    assert error.message.startswith(param)
+
+
+def test_lengths_name_both_numbers() -> None:
+    cases: list[tuple[str, dict[str, Any], list[str], str | None]] = [
+        ("chat", {"max_tokens": 101}, ["101", "100"], "max_tokens"),
+        ("completions", {"prompt": [1] * 101}, ["101", "100"], None),
+        ("completions", {"prompt": "é" * 801}, ["1602", "100", "1600"], None),
+        ("chat", {"messages": [{"role": "user", "content": "x" * 800}] * 3}, ["2400", "100", "1600"], None),
+    ]
+    for family, fields, numbers, param in cases:
+        with pytest.raises(HeadraceError) as caught:
+            given(family, **fields)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+        assert all(number in caught.value.message for number in numbers)
+    assert given("chat", max_tokens=100)[1].max_tokens == 100
+    assert given("completions", prompt="x" * 1600)[0].prompt == "x" * 1600
+    # what is in the body beside the prompt does not count
+    assert given("completions", prompt="x" * 100, metadata={"x": "x" * 5000})[0].prompt == "x" * 100
+
+
+def test_settings_bound_choices_and_stop_strings() -> None:
+    body = json.dumps(MINIMAL["chat"] | {"n": 3, "stop": ["a", "b"]}).encode()
+    assert translate("chat", body, Settings(choices_max=3, stop_strings_max=2))[1].n == 3
+    for settings in (Settings(choices_max=2), Settings(stop_strings_max=1)):
+        with pytest.raises(HeadraceError, match="at most"):
+            translate("chat", body, settings)
