@@ -129,9 +129,9 @@ class Requester:
         self._digest: list[str] | None = None  # set: only positions are known, no ids
         if known is not None and known.ids is not None:
             self._choices = [_Choice(list(ids), len(ids)) for ids in known.ids]
-        elif known is not None and known.next is not None and known.digest is not None:
+        elif known is not None and known.next and any(known.next):
             self._choices = [_Choice(None, position) for position in known.next]
-            self._digest = known.digest
+            self._digest = known.digest or []
         self._unfinished = choices
         self._usage: Usage | None = None
 

@@ -11,7 +11,7 @@ import msgspec
 
 from shared import subjects
 from shared.errors import Diverged, GenerationDeadline
-from shared.wire import Accepted, Attach, Frame, No, Ok, Release, Request, Wait, WireError, new_id
+from shared.wire import Accepted, Attach, Frame, Input, No, Ok, Release, Request, Wait, WireError, new_id
 from workers.engine.request import TokenEvent
 from workers.history import History, Match, positions_of
 
@@ -109,6 +109,7 @@ class _Claim:
         "calling",
         "deadline",
         "delivery",
+        "ended",
         "error",
         "handles",
         "history",
@@ -131,6 +132,7 @@ class _Claim:
         self.handles = {delivery.seq: delivery.handle}
         self.history: History | None = None  # None: not started
         self.error: WireError | None = None
+        self.ended = False  # finished or failed: its terminal is repeated
         self.run = ""  # in the engine, or on its way there
         self.runs = 0
         self.subscribers: dict[str, _Subscriber] = {}
@@ -140,10 +142,6 @@ class _Claim:
         self.resend_at = now + limits.resend_s
         self.deadline = now + delivery.generation_s + limits.deadline_margin_s
 
-    @property
-    def ended(self) -> bool:
-        return self.error is not None or (self.history is not None and not self.history.unfinished)
-
 
 class ClaimTable:
     """All rids of one worker."""
@@ -152,6 +150,7 @@ class ClaimTable:
         self.worker = worker
         self.limits = limits
         self.draining = False
+        self.holding = 0  # claims that hold a slot: credit for pulls is slots less this. A finished one holds none
         self.orphans = 0  # claims ended because nobody was left
         self.restarts = 0  # runs started again from a requester's ids
         self.redeliveries = 0  # claims of a message that was delivered before
@@ -165,11 +164,6 @@ class ClaimTable:
     def __len__(self) -> int:
         """Claims held, finished or not: messages that are not acked."""
         return len(self._claims)
-
-    @property
-    def holding(self) -> int:
-        """Claims that hold a slot: credit for pulls is slots less this. A finished one holds none."""
-        return sum(not claim.ended for claim in self._claims.values())
 
     def handles(self) -> list[str]:
         """The ack subjects that the in-progress loop keeps alive."""
@@ -191,6 +185,7 @@ class ClaimTable:
             return [Nak(delivery.handle)]
         self._forget_kept(rid)
         claim = self._claims[rid] = _Claim(delivery, now, self.limits)
+        self.holding += 1
         actions: list[Action] = []
         self._accept(claim, actions)
         if delivery.deliveries == 1 and not delivery.resume:
@@ -435,6 +430,9 @@ class ClaimTable:
 
     def _start(self, claim: _Claim, prefix: list[list[int]], actions: list[Action]) -> None:
         self._stop_run(claim, actions)
+        if claim.ended:
+            claim.ended = False
+            self.holding += 1
         claim.runs += 1
         claim.run = f"{claim.id}.{claim.runs}"
         claim.history = History(prefix)
@@ -450,6 +448,8 @@ class ClaimTable:
     def _run_over(self, claim: _Claim, now: float) -> None:
         self._runs.pop(claim.run, None)
         claim.run = ""
+        claim.ended = True
+        self.holding -= 1
         claim.resend_at = now + self.limits.resend_s
 
     def _fail(self, claim: _Claim, error: WireError, now: float, actions: list[Action]) -> None:
@@ -478,6 +478,7 @@ class ClaimTable:
     def _forget(self, claim: _Claim, actions: list[Action]) -> None:
         self._stop_run(claim, actions)
         del self._claims[claim.rid]
+        self.holding -= not claim.ended
 
     def _ack(self, claim: _Claim, now: float, actions: list[Action], keep: bool) -> None:
         self._forget(claim, actions)
@@ -485,6 +486,9 @@ class ClaimTable:
         claim.handles = {}
         claim.subscribers = {}
         if keep and claim.ended and claim.error is None and claim.history is not None:
+            # The prompt is of no use any more, and it can be long.
+            request = msgspec.structs.replace(claim.delivery.request, input=Input())
+            claim.delivery = msgspec.structs.replace(claim.delivery, request=request)
             self._kept[claim.rid] = (claim, now + self.limits.history_kept_s)
             self._kept_tokens += claim.history.tokens
             while self._kept_tokens > self.limits.history_tokens_max:

@@ -172,7 +172,7 @@ class World:
             keyed="second" in self.faults,
             resumable=bool(self.faults & {"move", "samehost", "rdeath"}),
             seq=seq,
-            known=known if any(log) else None,
+            known=None if publisher else known,
         )
         self.nodes[name] = self.homes[node.address] = node
         return node
@@ -274,6 +274,9 @@ class World:
         self.perform(worker, actions)
 
     def perform(self, worker: Worker, actions: list[claims.Action]) -> None:
+        open_claims = sum(not claim.ended for claim in worker.table._claims.values())
+        if worker.table.holding != open_claims:
+            raise Violation(f"credit: {worker.name} counts {worker.table.holding} slots for {open_claims} claims")
         for action in actions:
             match action:
                 case claims.Send(reply, item):

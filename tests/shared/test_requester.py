@@ -122,6 +122,11 @@ def test_who_takes_over_broadcasts_at_once_with_its_ids_or_a_digest():
     assert only(SendAttach, asks.tick(0.0)).attach == Attach("rid", asks.sid, REPLY, None, [2], [digest([1, 2])])
 
 
+def test_who_takes_over_at_the_beginning_needs_no_digest():
+    asks = requester(publisher=False, seq=5, known=Known(next=[0], digest=[digest([])]))
+    assert only(SendAttach, asks.tick(0.0)).attach.ids == [[]]
+
+
 def test_a_refused_first_publish_ends_the_request():
     error = Unavailable("no bus")
     assert requester().publish_failed(error, 1.0) == [End(error)]

@@ -328,6 +328,8 @@ def test_a_finished_claim_holds_its_message_and_no_slot():
     claims = serving([1])
     finish(claims, [2])
     assert (len(claims), claims.holding, claims.handles()) == (1, 0, ["ack.5"])
+    claims.attach(attach("s2", [[1, 9]]), False, 0.0)  # generated again from other ids
+    assert claims.holding == 1
 
 
 def test_every_choice_finishes_and_usage_comes_with_the_last():
@@ -437,6 +439,14 @@ def test_a_finished_history_is_kept_for_a_time():
     assert claims.attach(attach("s3", [[9]], AWAY), False, 60.0) == [Send(AWAY, No("rid", "s3"))]
     claims.tick(61.0)
     assert claims.attach(attach("s4", [[1]], AWAY), True, 61.0) == []
+
+
+def test_a_kept_history_does_not_keep_the_prompt():
+    claims = serving([1])
+    finish(claims, [2])
+    claims.release(release(), 1.0)
+    kept, _ = claims._kept["rid"]
+    assert kept.delivery.request.input == Input()
 
 
 def test_kept_histories_are_bounded_by_their_tokens():
