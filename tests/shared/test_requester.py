@@ -90,7 +90,7 @@ def fail_worker(asks: Requester, worker: str, claim: str, now: float) -> list[Ac
 # -- submit and take over ----------------------------------------------------------------------------------------------
 
 
-def test_submit_waits_for_accepted_without_a_broadcast():
+def test_submit_waits_for_accepted_without_a_broadcast() -> None:
     asks = requester()
     assert asks.published(5, 0.0) == []
     assert asks.seq == 5
@@ -102,7 +102,7 @@ def test_submit_waits_for_accepted_without_a_broadcast():
     assert asks.tick(60.0) == [CheckMessage(5)]
 
 
-def test_a_queued_message_that_vanished_is_published_again():
+def test_a_queued_message_that_vanished_is_published_again() -> None:
     asks = requester()
     asks.published(5, 0.0)
     asks.tick(30.0)
@@ -112,7 +112,7 @@ def test_a_queued_message_that_vanished_is_published_again():
     assert asks.seq == 9
 
 
-def test_who_takes_over_broadcasts_at_once_with_its_ids_or_a_digest():
+def test_who_takes_over_broadcasts_at_once_with_its_ids_or_a_digest() -> None:
     asks = requester(publisher=False, seq=5, known=Known(ids=[[1, 2]]))
     assert asks.next_tick() == 0.0
     sent = only(SendAttach, asks.tick(0.0))
@@ -122,17 +122,17 @@ def test_who_takes_over_broadcasts_at_once_with_its_ids_or_a_digest():
     assert only(SendAttach, asks.tick(0.0)).attach == Attach("rid", asks.sid, REPLY, None, [2], [digest([1, 2])])
 
 
-def test_who_takes_over_at_the_beginning_needs_no_digest():
+def test_who_takes_over_at_the_beginning_needs_no_digest() -> None:
     asks = requester(publisher=False, seq=5, known=Known(next=[0], digest=[digest([])]))
     assert only(SendAttach, asks.tick(0.0)).attach.ids == [[]]
 
 
-def test_a_refused_first_publish_ends_the_request():
+def test_a_refused_first_publish_ends_the_request() -> None:
     error = Unavailable("no bus")
     assert requester().publish_failed(error, 1.0) == [End(error)]
 
 
-def test_a_refused_publish_of_a_request_that_a_worker_has_is_ignored():
+def test_a_refused_publish_of_a_request_that_a_worker_has_is_ignored() -> None:
     asks = requester()
     asks.accepted("w1", accepted("c1"), 0.1)
     assert asks.publish_failed(Unavailable("no ack"), 1.0) == []
@@ -142,7 +142,7 @@ def test_a_refused_publish_of_a_request_that_a_worker_has_is_ignored():
 # -- accepted ----------------------------------------------------------------------------------------------------------
 
 
-def test_accepted_is_adopted_and_attached_under_a_fresh_sid():
+def test_accepted_is_adopted_and_attached_under_a_fresh_sid() -> None:
     asks = requester()
     asks.published(5, 0.0)
     sent = only(SendAttach, asks.accepted("w1", accepted("c1"), 0.1))
@@ -151,14 +151,14 @@ def test_accepted_is_adopted_and_attached_under_a_fresh_sid():
     assert len(asks.sid) == 32
 
 
-def test_accepted_before_the_publish_ack_brings_the_sequence():
+def test_accepted_before_the_publish_ack_brings_the_sequence() -> None:
     asks = requester()
     asks.accepted("w1", accepted("c1", seq=8), 0.1)
     assert asks.seq == 8
     assert asks.published(8, 0.2) == []
 
 
-def test_accepted_of_another_claim_fences_the_old_worker_and_moves():
+def test_accepted_of_another_claim_fences_the_old_worker_and_moves() -> None:
     asks = streaming()
     asks.frame("w1", frame(asks, "c1", 0, [1, 2]), 0.1)
     old = asks.sid
@@ -168,12 +168,12 @@ def test_accepted_of_another_claim_fences_the_old_worker_and_moves():
     assert (asks.seq, asks.claims, asks.resumes, asks.replayed) == (6, 2, 1, 2)
 
 
-def test_accepted_of_another_claim_of_the_same_worker_needs_no_release():
+def test_accepted_of_another_claim_of_the_same_worker_needs_no_release() -> None:
     asks = streaming()
     assert none(SendRelease, asks.accepted("w1", accepted("c2"), 0.2))
 
 
-def test_a_claim_that_comes_back_is_counted_once():
+def test_a_claim_that_comes_back_is_counted_once() -> None:
     asks = streaming()
     asks.accepted("w2", accepted("c2"), 0.2)
     asks.accepted("w1", accepted("c1"), 0.3)
@@ -183,7 +183,7 @@ def test_a_claim_that_comes_back_is_counted_once():
 # -- seek: frame or ok -------------------------------------------------------------------------------------------------
 
 
-def test_seek_adopts_the_first_claim_that_answers_the_broadcast():
+def test_seek_adopts_the_first_claim_that_answers_the_broadcast() -> None:
     asks = requester(publisher=False, seq=5, known=Known(ids=[[1]]))
     asks.tick(0.0)
     assert asks.ok("w3", ok(asks, "c3", seq=6), 0.1) == []
@@ -192,7 +192,7 @@ def test_seek_adopts_the_first_claim_that_answers_the_broadcast():
     assert late == [SendRelease("w4", Release("rid", asks.sid, REPLY, False))]
 
 
-def test_seek_adopts_a_frame_whose_ok_was_lost():
+def test_seek_adopts_a_frame_whose_ok_was_lost() -> None:
     asks = requester(publisher=False, seq=5, known=Known(ids=[[1]]))
     asks.tick(0.0)
     actions = asks.frame("w3", frame(asks, "c3", 1, [2]), 0.1)
@@ -200,7 +200,7 @@ def test_seek_adopts_a_frame_whose_ok_was_lost():
     assert asks.worker == "w3"
 
 
-def test_ok_brings_the_ids_that_a_digest_stood_for():
+def test_ok_brings_the_ids_that_a_digest_stood_for() -> None:
     asks = requester(publisher=False, seq=5, known=Known(next=[2], digest=[digest([1, 2])]))
     asks.tick(0.0)
     asks.ok("w3", ok(asks, "c3", [[1, 2]]), 0.1)
@@ -208,7 +208,7 @@ def test_ok_brings_the_ids_that_a_digest_stood_for():
     assert only(SendAttach, asks.accepted("w4", accepted("c4"), 0.2)).attach.ids == [[1, 2, 3]]
 
 
-def test_without_the_ids_before_it_a_frame_is_a_gap():
+def test_without_the_ids_before_it_a_frame_is_a_gap() -> None:
     asks = requester(publisher=False, seq=5, known=Known(next=[2], digest=[digest([1, 2])]))
     asks.tick(0.0)
     actions = asks.frame("w3", frame(asks, "c3", 2, [3]), 0.1)
@@ -216,13 +216,13 @@ def test_without_the_ids_before_it_a_frame_is_a_gap():
     assert none(Deliver, actions)
 
 
-def test_ids_that_do_not_meet_the_digest_end_the_request():
+def test_ids_that_do_not_meet_the_digest_end_the_request() -> None:
     asks = requester(publisher=False, seq=5, known=Known(next=[2], digest=[digest([1, 2])]))
     asks.tick(0.0)
     assert isinstance(end_of(asks.ok("w3", ok(asks, "c3", [[1, 9]]), 0.1)), Diverged)
 
 
-def test_who_takes_over_without_a_body_gets_it_with_another_copy():
+def test_who_takes_over_without_a_body_gets_it_with_another_copy() -> None:
     asks = requester(publisher=False, has_body=False, seq=5, known=Known(ids=[[]]))
     asks.tick(0.0)
     assert asks.ok("w3", ok(asks, "c3", seq=8), 0.1) == [CheckMessage(8)]
@@ -233,14 +233,14 @@ def test_who_takes_over_without_a_body_gets_it_with_another_copy():
 # -- stream: frames ----------------------------------------------------------------------------------------------------
 
 
-def test_frames_in_order_are_delivered():
+def test_frames_in_order_are_delivered() -> None:
     asks = streaming()
     first = asks.frame("w1", frame(asks, "c1", 0, [1, 2]), 0.1)
     assert first == [Deliver(0, [1, 2], ["<1>", "<2>"], None, None, None)]
     assert asks.frame("w1", frame(asks, "c1", 2, [3]), 0.1) == [Deliver(0, [3], ["<3>"], None, None, None)]
 
 
-def test_a_frame_is_trimmed_with_its_text_and_logprobs():
+def test_a_frame_is_trimmed_with_its_text_and_logprobs() -> None:
     asks = streaming()
     asks.frame("w1", frame(asks, "c1", 0, [1, 2]), 0.1)
     entries = [Logprob(token, -0.5, b"") for token in (2, 3)]
@@ -250,7 +250,7 @@ def test_a_frame_is_trimmed_with_its_text_and_logprobs():
     assert asks.duplicates == 3
 
 
-def test_a_gap_is_attached_again_to_the_same_worker():
+def test_a_gap_is_attached_again_to_the_same_worker() -> None:
     asks = streaming()
     asks.frame("w1", frame(asks, "c1", 0, [1]), 0.1)
     old = asks.sid
@@ -259,14 +259,14 @@ def test_a_gap_is_attached_again_to_the_same_worker():
     assert asks.frame("w1", frame(asks, "c1", 1, [2], sid=old), 0.1) == []  # own claim, older sid
 
 
-def test_a_choice_that_the_request_does_not_have_is_ignored():
+def test_a_choice_that_the_request_does_not_have_is_ignored() -> None:
     asks = streaming()
     asks.frame("w1", frame(asks, "c1", 0, [1]), 0.1)
     assert asks.frame("w1", frame(asks, "c1", 0, [1], choice=1), 0.1) == []
     assert asks.frame("w1", frame(asks, "c1", 0, [1], choice=-1), 0.1) == []
 
 
-def test_a_frame_of_another_claim_is_answered_with_a_fenced_release_of_its_sid():
+def test_a_frame_of_another_claim_is_answered_with_a_fenced_release_of_its_sid() -> None:
     asks = streaming()
     actions = asks.frame("w9", frame(asks, "c9", 0, [1], sid="old"), 0.1)
     assert actions == [SendRelease("w9", Release("rid", "old", REPLY, False))]
@@ -278,7 +278,7 @@ def test_a_frame_of_another_claim_is_answered_with_a_fenced_release_of_its_sid()
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_finish_with_nothing_missing_ends_and_releases():
+def test_finish_with_nothing_missing_ends_and_releases() -> None:
     asks = streaming()
     usage = Usage(3, 1)
     actions = asks.frame("w1", frame(asks, "c1", 0, [1], finish="stop", usage=usage), 0.1)
@@ -290,7 +290,7 @@ def test_finish_with_nothing_missing_ends_and_releases():
     assert asks.next_tick() is None
 
 
-def test_a_finish_without_ids_completes():
+def test_a_finish_without_ids_completes() -> None:
     asks = streaming()
     asks.frame("w1", frame(asks, "c1", 0, [1]), 0.1)
     actions = asks.frame("w1", frame(asks, "c1", 1, [], finish="length", usage=Usage(3, 1)), 0.1)
@@ -298,14 +298,14 @@ def test_a_finish_without_ids_completes():
     assert end_of(actions) is None
 
 
-def test_a_finish_behind_a_gap_does_not_complete():
+def test_a_finish_behind_a_gap_does_not_complete() -> None:
     asks = streaming()
     actions = asks.frame("w1", frame(asks, "c1", 2, [], finish="stop", usage=Usage(3, 2)), 0.1)
     assert none(End, actions)
     assert only(SendAttach, actions).worker == "w1"
 
 
-def test_an_error_ends_the_request_whatever_its_index():
+def test_an_error_ends_the_request_whatever_its_index() -> None:
     asks = streaming()
     actions = asks.frame("w1", frame(asks, "c1", 7, [], error=WireError("engine_failed", "it raised")), 0.1)
     error = end_of(actions)
@@ -314,7 +314,7 @@ def test_an_error_ends_the_request_whatever_its_index():
     assert only(SendRelease, actions).release.done
 
 
-def test_every_choice_must_finish_and_the_usage_comes_with_the_last():
+def test_every_choice_must_finish_and_the_usage_comes_with_the_last() -> None:
     asks = streaming(choices=2)
     actions = asks.frame("w1", frame(asks, "c1", 0, [1], finish="stop"), 0.1)
     assert none(End, actions)
@@ -323,7 +323,7 @@ def test_every_choice_must_finish_and_the_usage_comes_with_the_last():
     assert end_of(actions) is None
 
 
-def test_a_finish_that_the_next_worker_repeats_is_delivered_once():
+def test_a_finish_that_the_next_worker_repeats_is_delivered_once() -> None:
     asks = streaming(choices=2)
     asks.frame("w1", frame(asks, "c1", 0, [1], finish="stop"), 0.1)
     asks.frame("w1", frame(asks, "c1", 0, [4], choice=1), 0.1)
@@ -334,7 +334,7 @@ def test_a_finish_that_the_next_worker_repeats_is_delivered_once():
     assert end_of(actions) is None
 
 
-def test_usage_on_a_repeated_finish_is_waited_for():
+def test_usage_on_a_repeated_finish_is_waited_for() -> None:
     asks = streaming(choices=2)
     asks.frame("w1", frame(asks, "c1", 0, [1], finish="stop"), 0.1)
     grant(asks, "w2", "c2", 0.2)
@@ -346,7 +346,7 @@ def test_usage_on_a_repeated_finish_is_waited_for():
     assert end_of(actions) is None
 
 
-def test_nothing_comes_after_the_end():
+def test_nothing_comes_after_the_end() -> None:
     asks = streaming()
     late = frame(asks, "c1", 0, [1])
     asks.cancel(0.1)
@@ -360,7 +360,7 @@ def test_nothing_comes_after_the_end():
     assert asks.unavailable(VersionFailed("x"), 0.2) == []
 
 
-def test_an_unknown_rid_is_told_to_let_go():
+def test_an_unknown_rid_is_told_to_let_go() -> None:
     release = [SendRelease("w1", Release("rid", "s", REPLY, True))]
     assert unknown_rid("w1", Frame("rid", "c", "s", 0, 0, [], []), REPLY) == release
     assert unknown_rid("w1", Ok("rid", "c", "s", 1, "", [], 0), REPLY) == release
@@ -372,7 +372,7 @@ def test_an_unknown_rid_is_told_to_let_go():
 # -- silence, no responders, no ----------------------------------------------------------------------------------------
 
 
-def test_silence_is_a_ping_and_its_answer_counts():
+def test_silence_is_a_ping_and_its_answer_counts() -> None:
     asks = streaming()
     asks.frame("w1", frame(asks, "c1", 0, [1]), 0.3)
     assert asks.tick(0.7) == []
@@ -383,7 +383,7 @@ def test_silence_is_a_ping_and_its_answer_counts():
     assert asks.next_tick() == pytest.approx(1.4)
 
 
-def test_an_unanswered_attach_is_followed_by_seek_without_a_nak_and_then_a_broadcast():
+def test_an_unanswered_attach_is_followed_by_seek_without_a_nak_and_then_a_broadcast() -> None:
     asks = streaming()
     asks.tick(0.5)
     assert asks.tick(1.4) == []
@@ -393,7 +393,7 @@ def test_an_unanswered_attach_is_followed_by_seek_without_a_nak_and_then_a_broad
     assert sent.worker is None
 
 
-def test_a_late_answer_to_the_unanswered_attach_takes_the_worker_back():
+def test_a_late_answer_to_the_unanswered_attach_takes_the_worker_back() -> None:
     asks = streaming()
     asks.tick(0.5)
     asks.tick(1.5)
@@ -401,27 +401,27 @@ def test_a_late_answer_to_the_unanswered_attach_takes_the_worker_back():
     assert asks.worker == "w1"
 
 
-def test_no_responders_of_the_worker_is_a_nak_and_seek():
+def test_no_responders_of_the_worker_is_a_nak_and_seek() -> None:
     asks = streaming()
     assert asks.no_responders("w1", 0.6) == [Nak("ack.c1")]
     assert asks.worker is None
     assert asks.claim is None
 
 
-def test_no_responders_of_another_worker_changes_nothing():
+def test_no_responders_of_another_worker_changes_nothing() -> None:
     asks = streaming()
     assert asks.no_responders("w2", 0.6) == []
     assert asks.worker == "w1"
 
 
-def test_an_untrusted_requester_has_no_ack_subject_and_sends_no_nak():
+def test_an_untrusted_requester_has_no_ack_subject_and_sends_no_nak() -> None:
     asks = requester()
     asks.accepted("w1", Accepted("rid", "c1", 5, "", 0), 0.1)
     assert asks.no_responders("w1", 0.2) == []
     assert asks.worker is None
 
 
-def test_naks_are_held_after_the_own_reconnect():
+def test_naks_are_held_after_the_own_reconnect() -> None:
     asks = streaming()
     asks.reconnected(10.0)
     assert asks.no_responders("w1", 10.2) == []
@@ -431,19 +431,19 @@ def test_naks_are_held_after_the_own_reconnect():
     assert asks.no_responders("w1", 11.0) == [Nak("ack.c1")]
 
 
-def test_no_is_seek_without_a_nak():
+def test_no_is_seek_without_a_nak() -> None:
     asks = streaming()
     assert asks.no("w1", No("rid", asks.sid), 0.1) == []
     assert asks.worker is None
 
 
-def test_a_no_under_another_sid_does_not_move_the_stream():
+def test_a_no_under_another_sid_does_not_move_the_stream() -> None:
     asks = streaming()
     asks.no("w1", No("rid", "old"), 0.1)
     assert asks.worker == "w1"
 
 
-def test_wait_answers_the_ping_and_adopts_nobody():
+def test_wait_answers_the_ping_and_adopts_nobody() -> None:
     asks = requester(publisher=False, seq=5, known=Known(next=[2], digest=["d"]))
     asks.tick(0.0)
     asks.wait("w1", Wait("rid", "c1", asks.sid), 0.1)
@@ -456,7 +456,7 @@ def test_wait_answers_the_ping_and_adopts_nobody():
 # -- seek --------------------------------------------------------------------------------------------------------------
 
 
-def test_seek_broadcasts_with_backoff_and_looks_for_the_message_from_the_second_round_on():
+def test_seek_broadcasts_with_backoff_and_looks_for_the_message_from_the_second_round_on() -> None:
     asks = streaming()
     asks.no_responders("w1", 10.0)
     times: list[float] = []
@@ -472,13 +472,13 @@ def test_seek_broadcasts_with_backoff_and_looks_for_the_message_from_the_second_
     assert checks == [False, True, True, True, True, True]
 
 
-def test_a_message_that_is_stored_is_not_published_again():
+def test_a_message_that_is_stored_is_not_published_again() -> None:
     asks = streaming()
     asks.no_responders("w1", 10.0)
     assert asks.message_state(5, True, 12.0) == []
 
 
-def test_a_message_that_is_gone_is_published_again_and_a_failed_copy_under_the_same_number():
+def test_a_message_that_is_gone_is_published_again_and_a_failed_copy_under_the_same_number() -> None:
     asks = streaming()
     asks.no_responders("w1", 10.0)
     assert asks.message_state(5, False, 12.0) == [Republish(1)]
@@ -488,12 +488,12 @@ def test_a_message_that_is_gone_is_published_again_and_a_failed_copy_under_the_s
     assert asks.message_state(9, False, 20.0) == [Republish(2)]
 
 
-def test_gone_in_the_meantime_matters_only_to_who_seeks():
+def test_gone_in_the_meantime_matters_only_to_who_seeks() -> None:
     asks = streaming()
     assert asks.message_state(5, False, 1.0) == []
 
 
-def test_gone_without_a_body_ends_after_the_grace_and_two_ack_waits():
+def test_gone_without_a_body_ends_after_the_grace_and_two_ack_waits() -> None:
     asks = requester(publisher=False, has_body=False, seq=5, known=Known(ids=[[]]))
     asks.tick(0.0)
     asks.message_state(5, False, 1.0)
@@ -501,7 +501,7 @@ def test_gone_without_a_body_ends_after_the_grace_and_two_ack_waits():
     assert isinstance(end_of(asks.tick(25.0)), StreamGone)
 
 
-def test_gone_without_a_body_is_no_end_while_a_worker_speaks_of_it():
+def test_gone_without_a_body_is_no_end_while_a_worker_speaks_of_it() -> None:
     asks = requester(publisher=False, has_body=False, seq=5, known=Known(next=[1], digest=["d"]))
     asks.tick(0.0)
     asks.message_state(5, False, 1.0)
@@ -509,7 +509,7 @@ def test_gone_without_a_body_is_no_end_while_a_worker_speaks_of_it():
     assert none(End, asks.tick(44.9))
 
 
-def test_a_slow_republish_is_not_a_gone_stream():
+def test_a_slow_republish_is_not_a_gone_stream() -> None:
     asks = requester(publisher=False, seq=5, known=Known(ids=[[]]))
     asks.tick(0.0)
     assert asks.message_state(5, False, 100.0) == [Republish(1)]
@@ -519,7 +519,7 @@ def test_a_slow_republish_is_not_a_gone_stream():
 # -- poison ------------------------------------------------------------------------------------------------------------
 
 
-def test_four_workers_that_answered_and_died_without_a_token_end_the_request():
+def test_four_workers_that_answered_and_died_without_a_token_end_the_request() -> None:
     asks = requester()
     asks.published(5, 0.0)
     for number in (1, 2, 3):
@@ -529,7 +529,7 @@ def test_four_workers_that_answered_and_died_without_a_token_end_the_request():
     assert "4 workers" in only(DeadLetter, actions).reason
 
 
-def test_a_token_takes_the_suspicion_away():
+def test_a_token_takes_the_suspicion_away() -> None:
     asks = requester()
     asks.published(5, 0.0)
     for number in (1, 2, 3):
@@ -539,7 +539,7 @@ def test_a_token_takes_the_suspicion_away():
     assert none(End, asks.no_responders("w4", 4.2))
 
 
-def test_h12a_a_late_accepted_of_a_dead_worker_counts_it_once():
+def test_h12a_a_late_accepted_of_a_dead_worker_counts_it_once() -> None:
     asks = requester()
     asks.published(5, 0.0)
     for number in (1, 2, 3):
@@ -548,7 +548,7 @@ def test_h12a_a_late_accepted_of_a_dead_worker_counts_it_once():
     assert none(End, asks.no_responders("w3", 4.1))
 
 
-def test_h12b_workers_that_never_answered_or_took_leave_are_not_counted():
+def test_h12b_workers_that_never_answered_or_took_leave_are_not_counted() -> None:
     asks = requester()
     asks.published(5, 0.0)
     for number in range(10):
@@ -560,7 +560,7 @@ def test_h12b_workers_that_never_answered_or_took_leave_are_not_counted():
         assert none(End, asks.no_responders(f"w{number}", float(number)))
 
 
-def test_h12c_no_responders_to_a_fenced_release_counts():
+def test_h12c_no_responders_to_a_fenced_release_counts() -> None:
     asks = requester()
     asks.published(5, 0.0)
     ends: list[Action] = []
@@ -576,7 +576,7 @@ def test_h12c_no_responders_to_a_fenced_release_counts():
 # -- clients and deadlines ---------------------------------------------------------------------------------------------
 
 
-def test_cancel_of_a_request_that_nobody_claimed_deletes_the_message():
+def test_cancel_of_a_request_that_nobody_claimed_deletes_the_message() -> None:
     asks = requester()
     asks.published(5, 0.0)
     actions = asks.cancel(1.0)
@@ -584,13 +584,13 @@ def test_cancel_of_a_request_that_nobody_claimed_deletes_the_message():
     assert isinstance(end_of(actions), Cancelled)
 
 
-def test_cancel_before_the_publish_ack_deletes_when_it_comes():
+def test_cancel_before_the_publish_ack_deletes_when_it_comes() -> None:
     asks = requester()
     assert isinstance(end_of(asks.cancel(0.1)), Cancelled)
     assert asks.published(5, 0.2) == [DeleteMessage(5)]
 
 
-def test_cancel_of_a_keyed_or_a_claimed_request_deletes_nothing():
+def test_cancel_of_a_keyed_or_a_claimed_request_deletes_nothing() -> None:
     asks = requester(keyed=True)
     asks.published(5, 0.0)
     assert none(DeleteMessage, asks.cancel(1.0))
@@ -600,13 +600,14 @@ def test_cancel_of_a_keyed_or_a_claimed_request_deletes_nothing():
     assert only(SendRelease, actions).release.done
 
 
-def test_a_client_that_cannot_come_back_cancels_by_leaving():
+def test_a_client_that_cannot_come_back_cancels_by_leaving() -> None:
     assert isinstance(end_of(streaming().client_left(1.0)), Cancelled)
 
 
 @pytest.mark.parametrize("option", ["keyed", "resumable"])
-def test_a_client_that_may_come_back_is_waited_for_unseen(option: str):
-    asks = streaming(**{option: True})
+def test_a_client_that_may_come_back_is_waited_for_unseen(option: str) -> None:
+    options: dict[str, Any] = {option: True}
+    asks = streaming(**options)
     asks.frame("w1", frame(asks, "c1", 0, [1]), 0.9)
     assert asks.client_left(1.0) == []
     assert asks.frame("w1", frame(asks, "c1", 1, [2]), 1.1) == []
@@ -617,7 +618,7 @@ def test_a_client_that_may_come_back_is_waited_for_unseen(option: str):
     assert only(SendRelease, actions).release.done
 
 
-def test_the_queue_deadline_ends_a_request_that_nobody_accepted():
+def test_the_queue_deadline_ends_a_request_that_nobody_accepted() -> None:
     asks = requester(queue_deadline=20.0)
     asks.published(5, 0.0)
     assert asks.next_tick() == 20.0
@@ -626,7 +627,7 @@ def test_the_queue_deadline_ends_a_request_that_nobody_accepted():
     assert isinstance(end_of(actions), QueueDeadline)
 
 
-def test_the_generation_deadline_counts_from_the_first_accepted():
+def test_the_generation_deadline_counts_from_the_first_accepted() -> None:
     asks = requester(queue_deadline=20.0)
     asks.published(5, 0.0)
     assert asks.generation_left_s(5.0) == 600.0
@@ -639,14 +640,14 @@ def test_the_generation_deadline_counts_from_the_first_accepted():
     assert only(SendRelease, actions).worker == "w2"
 
 
-def test_who_takes_over_inherits_the_generation_clock():
+def test_who_takes_over_inherits_the_generation_clock() -> None:
     asks = requester(publisher=False, seq=5, known=Known(ids=[[]]))
     asks.tick(0.0)
     asks.ok("w1", ok(asks, "c1"), 1.0)
     assert asks.generation_left_s(1.0) == pytest.approx(60.0)
 
 
-def test_a_version_that_fails_ends_only_requests_that_no_worker_serves():
+def test_a_version_that_fails_ends_only_requests_that_no_worker_serves() -> None:
     error = VersionFailed("cannot be loaded")
     asks = requester()
     asks.published(5, 0.0)

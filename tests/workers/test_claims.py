@@ -99,7 +99,7 @@ def none(kind: type[Any], actions: list[Action]) -> bool:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_first_delivery_is_accepted_and_started_at_once():
+def test_a_first_delivery_is_accepted_and_started_at_once() -> None:
     claims = table()
     actions = claims.message(delivery(choices=2), 0.0)
     (said,) = items(Accepted, actions, HOME)
@@ -111,7 +111,7 @@ def test_a_first_delivery_is_accepted_and_started_at_once():
 
 
 @pytest.mark.parametrize("more", [{"deliveries": 2}, {"resume": True}])
-def test_any_other_delivery_waits_for_an_attach(more: dict[str, Any]):
+def test_any_other_delivery_waits_for_an_attach(more: dict[str, Any]) -> None:
     claims = table()
     actions = claims.message(delivery(**more), 0.0)
     assert len(items(Accepted, actions)) == 1
@@ -119,7 +119,7 @@ def test_any_other_delivery_waits_for_an_attach(more: dict[str, Any]):
     assert claims.holding == 1
 
 
-def test_a_tenant_is_not_told_the_ack_subject():
+def test_a_tenant_is_not_told_the_ack_subject() -> None:
     claims = table()
     (said,) = items(Accepted, claims.message(delivery(reply="tok.acme.me"), 0.0))
     assert said.ack == ""
@@ -127,7 +127,7 @@ def test_a_tenant_is_not_told_the_ack_subject():
     assert items(Ok, granted)[0].ack == ""
 
 
-def test_another_message_of_a_claimed_rid_is_one_more_handle():
+def test_another_message_of_a_claimed_rid_is_one_more_handle() -> None:
     claims = claimed()
     assert claims.message(delivery(seq=9), 0.1) == []
     assert claims.message(delivery(seq=5, handle="ack.5.2", deliveries=2), 0.1) == []
@@ -135,7 +135,7 @@ def test_another_message_of_a_claimed_rid_is_one_more_handle():
     assert len(claims) == 1
 
 
-def test_accepted_is_repeated_until_its_address_attaches():
+def test_accepted_is_repeated_until_its_address_attaches() -> None:
     claims = claimed()
     assert items(Accepted, claims.tick(0.9)) == []
     assert len(items(Accepted, claims.tick(1.0))) == 1
@@ -146,7 +146,7 @@ def test_accepted_is_repeated_until_its_address_attaches():
     assert items(Accepted, claims.tick(4.1)) == []
 
 
-def test_a_message_that_was_delivered_too_often_is_given_up():
+def test_a_message_that_was_delivered_too_often_is_given_up() -> None:
     claims = table(deliveries_max=100)
     found = delivery(deliveries=101)
     assert only(DeadLetter, claims.message(found, 0.0)).delivery is found
@@ -156,13 +156,13 @@ def test_a_message_that_was_delivered_too_often_is_given_up():
 # -- attach ------------------------------------------------------------------------------------------------------------
 
 
-def test_attach_to_an_unknown_rid_is_no_and_to_a_broadcast_silence():
+def test_attach_to_an_unknown_rid_is_no_and_to_a_broadcast_silence() -> None:
     claims = table()
     assert claims.attach(attach("s1", [[]]), False, 0.0) == [Send(HOME, No("rid", "s1"))]
     assert claims.attach(attach("s1", [[]]), True, 0.0) == []
 
 
-def test_attach_with_ids_starts_a_parked_claim_from_them():
+def test_attach_with_ids_starts_a_parked_claim_from_them() -> None:
     claims = claimed(resume=True)
     actions = claims.attach(attach("s1", [[7, 8]]), False, 1.0)
     assert only(Start, actions).prefix == [[7, 8]]
@@ -173,7 +173,7 @@ def test_attach_with_ids_starts_a_parked_claim_from_them():
     assert (frame.sid, frame.index, frame.ids, frame.text) == ("s1", 2, [9], ["<9>"])
 
 
-def test_attach_is_served_from_its_position():
+def test_attach_is_served_from_its_position() -> None:
     claims = serving([1, 2, 3])
     actions = claims.attach(attach("s2", [[1]], AWAY), True, 0.0)
     (frame,) = items(Frame, actions, AWAY)
@@ -182,13 +182,13 @@ def test_attach_is_served_from_its_position():
     assert [(frame.sid, frame.index) for frame in frames] == [("s1", 3), ("s2", 3)]
 
 
-def test_a_second_attach_of_an_address_replaces_its_sid():
+def test_a_second_attach_of_an_address_replaces_its_sid() -> None:
     claims = serving([1])
     claims.attach(attach("s2", [[1]]), False, 0.0)
     assert [frame.sid for frame in items(Frame, claims.tokens([event(claims, [2])], 0.0))] == ["s2"]
 
 
-def test_logprobs_go_along_and_a_long_history_comes_in_parts():
+def test_logprobs_go_along_and_a_long_history_comes_in_parts() -> None:
     claims = claimed()
     ids = list(range(FRAME_TOKENS_MAX + 10))
     logprobs = [Logprob(token, -1.0, b"") for token in ids]
@@ -199,7 +199,7 @@ def test_logprobs_go_along_and_a_long_history_comes_in_parts():
     assert (first.logprobs or []) + (second.logprobs or []) == logprobs[2:]
 
 
-def test_a_shorter_history_starts_again_from_the_ids():
+def test_a_shorter_history_starts_again_from_the_ids() -> None:
     claims = serving([1])
     old = run_of(claims)
     actions = claims.attach(attach("s2", [[1, 2, 3]]), False, 0.0)
@@ -210,21 +210,21 @@ def test_a_shorter_history_starts_again_from_the_ids():
     assert claims.tokens([TokenEvent(key=old, choice=0, ids=[9], text=["x"])], 0.0) == []
 
 
-def test_another_generation_starts_again_from_the_ids_when_nobody_else_subscribes():
+def test_another_generation_starts_again_from_the_ids_when_nobody_else_subscribes() -> None:
     claims = serving([1, 2])
     actions = claims.attach(attach("s2", [[4]]), False, 0.0)
     assert only(Start, actions).prefix == [[4]]
     assert [granted.sid for granted in items(Ok, actions)] == ["s2"]
 
 
-def test_another_generation_is_no_when_somebody_else_subscribes():
+def test_another_generation_is_no_when_somebody_else_subscribes() -> None:
     claims = serving([1, 2])
     actions = claims.attach(attach("s2", [[4]], AWAY), False, 0.0)
     assert actions == [Send(AWAY, No("rid", "s2"))]
     assert claims.attach(attach("s3", [[4]], AWAY), True, 0.0) == []
 
 
-def test_a_shorter_history_that_somebody_else_is_sent_is_waited_for():
+def test_a_shorter_history_that_somebody_else_is_sent_is_waited_for() -> None:
     claims = serving([1])
     actions = claims.attach(attach("s2", [[1, 2]], AWAY), False, 0.0)
     assert actions == [Send(AWAY, Wait("rid", items(Wait, actions)[0].claim, "s2"))]
@@ -234,7 +234,7 @@ def test_a_shorter_history_that_somebody_else_is_sent_is_waited_for():
     assert [(frame.index, frame.ids) for frame in items(Frame, actions, HOME)] == [(1, [2, 3])]
 
 
-def test_who_waits_with_ids_and_meets_another_generation_is_told_no():
+def test_who_waits_with_ids_and_meets_another_generation_is_told_no() -> None:
     claims = serving([1])
     claims.attach(attach("s2", [[1, 2]], AWAY), False, 0.0)
     actions = claims.tokens([event(claims, [5])], 0.0)
@@ -242,7 +242,7 @@ def test_who_waits_with_ids_and_meets_another_generation_is_told_no():
     assert items(Frame, claims.tokens([event(claims, [6])], 0.0), AWAY) == []
 
 
-def test_text_that_was_never_known_here_is_generated_again_for_who_is_alone():
+def test_text_that_was_never_known_here_is_generated_again_for_who_is_alone() -> None:
     claims = claimed(resume=True)
     claims.attach(attach("s1", [[1, 2, 3]]), False, 0.0)
     assert claims.attach(by_digest("s2", [1]), False, 0.0) == [Send(AWAY, No("rid", "s2"))]
@@ -252,7 +252,7 @@ def test_text_that_was_never_known_here_is_generated_again_for_who_is_alone():
     assert items(Ok, actions, AWAY)[0].ids == [[1]]
 
 
-def test_an_attach_with_another_number_of_choices_is_no():
+def test_an_attach_with_another_number_of_choices_is_no() -> None:
     claims = serving([1])
     assert items(No, claims.attach(attach("s2", [[], []], AWAY), False, 0.0)) == [No("rid", "s2")]
 
@@ -260,7 +260,7 @@ def test_an_attach_with_another_number_of_choices_is_no():
 # -- attach by digest --------------------------------------------------------------------------------------------------
 
 
-def test_a_digest_waits_while_the_publisher_may_still_bring_the_ids():
+def test_a_digest_waits_while_the_publisher_may_still_bring_the_ids() -> None:
     claims = claimed(resume=True)
     actions = claims.attach(by_digest("s2", [1, 2]), False, 0.0)
     assert isinstance(items(Wait, actions, AWAY)[0], Wait)
@@ -269,7 +269,7 @@ def test_a_digest_waits_while_the_publisher_may_still_bring_the_ids():
 
 
 @pytest.mark.parametrize("reply", [HOME, AWAY])
-def test_a_digest_starts_anew_when_it_is_the_publisher_or_that_one_is_gone(reply: str):
+def test_a_digest_starts_anew_when_it_is_the_publisher_or_that_one_is_gone(reply: str) -> None:
     claims = claimed(resume=True)
     if reply != HOME:
         claims.no_responders(HOME, 0.0)
@@ -282,14 +282,14 @@ def test_a_digest_starts_anew_when_it_is_the_publisher_or_that_one_is_gone(reply
     assert [(frame.index, frame.ids) for frame in items(Frame, actions, reply)] == [(2, [3])]
 
 
-def test_a_digest_that_matches_is_served_with_the_ids_before_it():
+def test_a_digest_that_matches_is_served_with_the_ids_before_it() -> None:
     claims = serving([1, 2, 3])
     actions = claims.attach(by_digest("s2", [1, 2]), True, 0.0)
     assert items(Ok, actions, AWAY)[0].ids == [[1, 2]]
     assert [(frame.index, frame.ids) for frame in items(Frame, actions, AWAY)] == [(2, [3])]
 
 
-def test_a_digest_that_is_known_to_differ_is_no():
+def test_a_digest_that_is_known_to_differ_is_no() -> None:
     claims = serving([1, 2, 3])
     assert claims.attach(by_digest("s2", [1, 9]), False, 0.0) == [Send(AWAY, No("rid", "s2"))]
     claims = serving([1])
@@ -297,7 +297,7 @@ def test_a_digest_that_is_known_to_differ_is_no():
     assert claims.attach(by_digest("s2", [1, 2, 3]), False, 0.0) == [Send(AWAY, No("rid", "s2"))]
 
 
-def test_h14_generating_anew_that_does_not_meet_the_digest_is_a_terminal_until_released():
+def test_h14_generating_anew_that_does_not_meet_the_digest_is_a_terminal_until_released() -> None:
     claims = claimed(resume=True)
     claims.attach(by_digest("s1", [1, 2], HOME), False, 0.0)
     (frame,) = items(Frame, claims.tokens([event(claims, [1, 9])], 0.0), HOME)
@@ -314,7 +314,7 @@ def test_h14_generating_anew_that_does_not_meet_the_digest_is_a_terminal_until_r
 # -- the end of a generation -------------------------------------------------------------------------------------------
 
 
-def test_the_finish_is_repeated_until_released():
+def test_the_finish_is_repeated_until_released() -> None:
     claims = serving([1])
     (frame,) = items(Frame, finish(claims, [2]))
     assert (frame.index, frame.ids, frame.finish, frame.usage) == (1, [2], "stop", Usage(3, 4))
@@ -324,7 +324,7 @@ def test_the_finish_is_repeated_until_released():
     assert claims.tick(2.5) == []
 
 
-def test_a_finished_claim_holds_its_message_and_no_slot():
+def test_a_finished_claim_holds_its_message_and_no_slot() -> None:
     claims = serving([1])
     finish(claims, [2])
     assert (len(claims), claims.holding, claims.handles()) == (1, 0, ["ack.5"])
@@ -332,7 +332,7 @@ def test_a_finished_claim_holds_its_message_and_no_slot():
     assert claims.holding == 1
 
 
-def test_every_choice_finishes_and_usage_comes_with_the_last():
+def test_every_choice_finishes_and_usage_comes_with_the_last() -> None:
     claims = serving([], choices=2)
     finish(claims, [1], 1, usage=False)
     assert claims.holding == 1
@@ -343,7 +343,7 @@ def test_every_choice_finishes_and_usage_comes_with_the_last():
     assert [frame.usage for frame in frames] == [None, Usage(3, 4)]
 
 
-def test_an_engine_error_goes_to_every_subscriber_and_to_who_comes_later():
+def test_an_engine_error_goes_to_every_subscriber_and_to_who_comes_later() -> None:
     claims = serving([1])
     failed = TokenEvent(key=run_of(claims), choice=0, error=("engine_failed", "it raised"))
     (frame,) = items(Frame, claims.tokens([failed], 0.0), HOME)
@@ -353,7 +353,7 @@ def test_an_engine_error_goes_to_every_subscriber_and_to_who_comes_later():
     assert claims.holding == 0
 
 
-def test_h13_an_engine_error_reaches_a_subscriber_that_waits_for_its_digest():
+def test_h13_an_engine_error_reaches_a_subscriber_that_waits_for_its_digest() -> None:
     claims = claimed(resume=True)
     claims.attach(by_digest("s1", [1, 2], HOME), False, 0.0)
     failed = TokenEvent(key=run_of(claims), choice=0, error=("engine_failed", "it raised"))
@@ -361,7 +361,7 @@ def test_h13_an_engine_error_reaches_a_subscriber_that_waits_for_its_digest():
     assert frame.error is not None
 
 
-def test_a_refused_input_is_an_end_like_any_other():
+def test_a_refused_input_is_an_end_like_any_other() -> None:
     claims = claimed()
     error = WireError("invalid_request", "too long", "messages")
     assert claims.failed(run_of(claims), error, 0.1) == []  # nobody is attached yet
@@ -371,7 +371,7 @@ def test_a_refused_input_is_an_end_like_any_other():
     assert len(claims) == 0
 
 
-def test_a_refusal_of_a_run_that_was_replaced_is_ignored():
+def test_a_refusal_of_a_run_that_was_replaced_is_ignored() -> None:
     claims = serving([1, 2])
     old = run_of(claims)
     claims.attach(attach("s2", [[4]]), False, 0.0)
@@ -379,7 +379,7 @@ def test_a_refusal_of_a_run_that_was_replaced_is_ignored():
     assert claims.holding == 1
 
 
-def test_the_own_deadline_ends_a_generation_some_time_after_the_requesters():
+def test_the_own_deadline_ends_a_generation_some_time_after_the_requesters() -> None:
     claims = table(deadline_margin_s=5.0)
     claims.message(delivery(generation_s=10.0), 0.0)
     claims.attach(attach("s1", [[]]), False, 0.0)
@@ -395,7 +395,7 @@ def test_the_own_deadline_ends_a_generation_some_time_after_the_requesters():
 # -- release -----------------------------------------------------------------------------------------------------------
 
 
-def test_release_done_of_the_last_subscriber_aborts_and_acks_all_handles():
+def test_release_done_of_the_last_subscriber_aborts_and_acks_all_handles() -> None:
     claims = serving([1])
     run = run_of(claims)
     claims.message(delivery(seq=9), 0.1)
@@ -406,7 +406,7 @@ def test_release_done_of_the_last_subscriber_aborts_and_acks_all_handles():
     assert items(No, claims.attach(attach("s2", [[1]]), False, 0.3)) == [No("rid", "s2")]  # unfinished: not kept
 
 
-def test_release_done_frees_only_its_sender():
+def test_release_done_frees_only_its_sender() -> None:
     claims = serving([1])
     claims.attach(attach("s2", [[]], AWAY), False, 0.1)
     assert claims.release(release(), 0.2) == []
@@ -414,20 +414,20 @@ def test_release_done_frees_only_its_sender():
     assert Ack("ack.5") in claims.release(release(AWAY, "s2"), 0.4)
 
 
-def test_release_done_instead_of_an_attach_acks():
+def test_release_done_instead_of_an_attach_acks() -> None:
     claims = claimed()
     assert Ack("ack.5") in claims.release(release(sid=""), 0.1)
     assert len(claims) == 0
 
 
-def test_release_of_somebody_who_has_no_part_in_the_claim_is_ignored():
+def test_release_of_somebody_who_has_no_part_in_the_claim_is_ignored() -> None:
     claims = claimed()
     assert claims.release(release(AWAY, ""), 0.1) == []
     assert claims.release(Release("other", "s1", HOME, True), 0.1) == []
     assert len(claims) == 1
 
 
-def test_a_finished_history_is_kept_for_a_time():
+def test_a_finished_history_is_kept_for_a_time() -> None:
     claims = serving([1], history_kept_s=60.0)
     finish(claims, [2])
     claims.release(release(), 1.0)
@@ -441,7 +441,7 @@ def test_a_finished_history_is_kept_for_a_time():
     assert claims.attach(attach("s4", [[1]], AWAY), True, 61.0) == []
 
 
-def test_a_kept_history_does_not_keep_the_prompt():
+def test_a_kept_history_does_not_keep_the_prompt() -> None:
     claims = serving([1])
     finish(claims, [2])
     claims.release(release(), 1.0)
@@ -449,7 +449,7 @@ def test_a_kept_history_does_not_keep_the_prompt():
     assert kept.delivery.request.input == Input()
 
 
-def test_kept_histories_are_bounded_by_their_tokens():
+def test_kept_histories_are_bounded_by_their_tokens() -> None:
     claims = table(history_tokens_max=5)
     for number in (1, 2, 3):
         request = Request(f"rid{number}", "m", "v1", Input(prompt="p"))
@@ -460,7 +460,7 @@ def test_kept_histories_are_bounded_by_their_tokens():
     assert found == [False, True, True]
 
 
-def test_a_message_after_the_ack_is_a_new_claim():
+def test_a_message_after_the_ack_is_a_new_claim() -> None:
     claims = serving([1])
     finish(claims, [2])
     claims.release(release(), 1.0)
@@ -470,7 +470,7 @@ def test_a_message_after_the_ack_is_a_new_claim():
     assert len(claims) == 1
 
 
-def test_a_fenced_release_of_the_current_sid_forgets_without_ack_or_nak():
+def test_a_fenced_release_of_the_current_sid_forgets_without_ack_or_nak() -> None:
     claims = serving([1])
     assert claims.release(release(sid="old", done=False), 0.1) == []
     assert claims.handles() == ["ack.5"]
@@ -479,7 +479,7 @@ def test_a_fenced_release_of_the_current_sid_forgets_without_ack_or_nak():
     assert (len(claims), claims.handles()) == (0, [])
 
 
-def test_a_fenced_release_leaves_other_subscribers():
+def test_a_fenced_release_leaves_other_subscribers() -> None:
     claims = serving([1])
     claims.attach(attach("s2", [[]], AWAY), False, 0.1)
     assert claims.release(release(done=False), 0.2) == []
@@ -489,7 +489,7 @@ def test_a_fenced_release_leaves_other_subscribers():
 # -- nobody there ------------------------------------------------------------------------------------------------------
 
 
-def test_a_subscriber_that_is_gone_starts_the_grace_and_its_end_acks():
+def test_a_subscriber_that_is_gone_starts_the_grace_and_its_end_acks() -> None:
     claims = serving([1], orphan_grace_s=15.0)
     run = run_of(claims)
     claims.no_responders(HOME, 10.0)
@@ -500,7 +500,7 @@ def test_a_subscriber_that_is_gone_starts_the_grace_and_its_end_acks():
     assert (len(claims), claims.orphans) == (0, 1)
 
 
-def test_an_attach_within_the_grace_saves_the_claim():
+def test_an_attach_within_the_grace_saves_the_claim() -> None:
     claims = serving([1], orphan_grace_s=15.0)
     claims.no_responders(HOME, 10.0)
     claims.attach(attach("s2", [[1]]), False, 12.0)
@@ -510,14 +510,14 @@ def test_an_attach_within_the_grace_saves_the_claim():
     assert Ack("ack.5") in claims.tick(45.0)
 
 
-def test_no_responders_to_accepted_starts_the_grace_and_accepted_goes_on():
+def test_no_responders_to_accepted_starts_the_grace_and_accepted_goes_on() -> None:
     claims = claimed(orphan_grace_s=15.0)
     claims.no_responders(HOME, 0.1)
     assert len(items(Accepted, claims.tick(1.0))) == 1
     assert Ack("ack.5") in claims.tick(15.1)
 
 
-def test_no_responders_of_the_publisher_is_no_loss_to_who_is_being_served():
+def test_no_responders_of_the_publisher_is_no_loss_to_who_is_being_served() -> None:
     claims = claimed(orphan_grace_s=15.0)
     claims.attach(attach("s2", [[]], AWAY), True, 0.1)
     claims.no_responders(HOME, 0.2)
@@ -530,7 +530,7 @@ def test_no_responders_of_the_publisher_is_no_loss_to_who_is_being_served():
 # -- leaving -----------------------------------------------------------------------------------------------------------
 
 
-def test_drain_takes_no_new_claims_and_goes_on_with_the_others():
+def test_drain_takes_no_new_claims_and_goes_on_with_the_others() -> None:
     claims = serving([1])
     claims.drain()
     request = Request("other", "m", "v1", Input(prompt="p"))
@@ -539,7 +539,7 @@ def test_drain_takes_no_new_claims_and_goes_on_with_the_others():
     assert len(items(Frame, claims.tokens([event(claims, [2])], 0.2))) == 1
 
 
-def test_stop_tells_subscribers_and_hands_all_messages_back():
+def test_stop_tells_subscribers_and_hands_all_messages_back() -> None:
     claims = serving([1])
     run = run_of(claims)
     claims.attach(attach("s2", [[]], AWAY), False, 0.1)
@@ -553,6 +553,6 @@ def test_stop_tells_subscribers_and_hands_all_messages_back():
     assert len(claims) == 0
 
 
-def test_abandon_hands_all_messages_back_in_silence():
+def test_abandon_hands_all_messages_back_in_silence() -> None:
     claims = serving([1])
     assert claims.abandon() == [Nak("ack.5")]
