@@ -31,7 +31,7 @@ def _converse(client: httpx.Client, model: str, sampling: dict[str, Any]) -> Non
     while True:
         try:
             text = input("> ").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             print()
             return
         if not text:

@@ -47,8 +47,9 @@ def reporting(data: Path, port: int | None, with_demo: bool, report_fd: int) -> 
 
 def background(data: Path, port: int | None, with_demo: bool) -> None:
     """Start a stack that outlives this process; return when it is ready. Raises StackError."""
+    state.make_directory(data)
     log = data / "logs" / "supervisor.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(exist_ok=True)
     read_end, write_end = os.pipe()
     arguments = ["--data", str(data), "up", "--report-fd", str(write_end)]
     arguments += [] if port is None else ["--port", str(port)]

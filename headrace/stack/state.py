@@ -65,9 +65,15 @@ def write(data: Path, state: StackState) -> None:
     temporary.rename(data / STATE_NAME)
 
 
+def make_directory(data: Path) -> None:
+    """Make a data directory, for its owner only: the stores under it hold prompts and answers."""
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.mkdir(mode=0o700, exist_ok=True)
+
+
 def acquire(data: Path) -> BinaryIO:
     """Take the lock of a data directory; keep the file open. Raises StackError when another stack runs on it."""
-    data.mkdir(parents=True, exist_ok=True)
+    make_directory(data)
     file = open(data / LOCK_NAME, "a+b")  # noqa: SIM115  # open as long as the stack runs
     deadline = time.monotonic() + _LOCK_TRIES_S
     while not _try_lock(file, fcntl.LOCK_EX):

@@ -92,13 +92,19 @@ class Supervisor:
         """Run a process again and again, sooner if it lived long."""
         backoff_s = BACKOFF_S
         while True:
-            process = Process(command, self._logs, self._reaper)
-            self._processes[command.name] = process
-            self._write_state()
-            await asyncio.wait({process.ended})
+            lived_s = 0.0
+            try:
+                process = Process(command, self._logs, self._reaper)
+            except OSError as error:  # no more processes or files to be had: that may pass
+                how = str(error)
+            else:
+                self._processes[command.name] = process
+                self._write_state()
+                await asyncio.wait({process.ended})
+                lived_s, how = process.lived_s, _how(process.ended.result())
             self._ends[command.name] += 1
-            backoff_s = BACKOFF_S if process.lived_s > STEADY_S else min(backoff_s * 2, BACKOFF_MAX_S)
-            self._report(f"{command.name} ended ({_how(process.ended.result())}): starting it again, log {process.log}")
+            backoff_s = BACKOFF_S if lived_s > STEADY_S else min(backoff_s * 2, BACKOFF_MAX_S)
+            self._report(f"{command.name} ended ({how}): starting it again; log {self._logs / command.name}.log")
             await asyncio.sleep(backoff_s)
 
     def _keeper_done(self, keeper: asyncio.Task[None]) -> None:
@@ -188,7 +194,10 @@ class Supervisor:
         self._state.processes = {
             name: ProcessState(process.pid, self._ends[name]) for name, process in self._processes.items()
         }
-        state.write(self._data, self._state)
+        try:
+            state.write(self._data, self._state)
+        except OSError as error:  # a full disk is no reason to end what runs
+            self._report(f"the state file cannot be written: {error}")
 
 
 def run(
