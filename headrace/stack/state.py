@@ -90,6 +90,14 @@ def acquire(data: Path) -> BinaryIO:
     return file
 
 
+def still_held(lock: BinaryIO, data: Path) -> bool:
+    """Whether the lock that `acquire` gave is still the one in the directory: not when that was removed."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), (data / LOCK_NAME).stat())
+    except OSError:
+        return False
+
+
 def holder(data: Path) -> int | None:
     """The pid of the supervisor that runs on this directory; None when none does."""
     try:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 from msgspec.structs import replace
@@ -33,15 +34,17 @@ SERVER_STOP_S = 3.0  # the stores survive a SIGKILL, and SeaweedFS would wait up
 CONTROLLER_STOP_S = 5.0
 MARGIN_S = 2.0  # on top of a drain's own budget
 POLL_S = 0.05
+DIRECTORY_CHECK_S = 1.0
 
 
 class Supervisor:
     """One stack, from its start to its end. `report` gets one line for each thing that a person wants to know."""
 
-    def __init__(self, data: Path, plan: Plan, report: Callable[[str], None]) -> None:
+    def __init__(self, data: Path, lock: BinaryIO, plan: Plan, report: Callable[[str], None]) -> None:
         self._should_exit = asyncio.Event()
         self._force_exit = asyncio.Event()
         self._data = data
+        self._lock = lock
         self._logs = data / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._plan = plan
@@ -60,6 +63,7 @@ class Supervisor:
         """Bring the stack up, keep it up until `stop`, end it. Raises StackError when it does not come up."""
         startup = asyncio.create_task(self._start(demo))
         exiting = asyncio.create_task(self._should_exit.wait())
+        watching = asyncio.create_task(self._watch_directory())
         try:
             await asyncio.wait({startup, exiting}, return_when=asyncio.FIRST_COMPLETED)
             if startup.done():
@@ -69,9 +73,9 @@ class Supervisor:
                 on_ready()
                 await exiting
         finally:
-            startup.cancel()
-            exiting.cancel()
-            await asyncio.gather(startup, exiting, return_exceptions=True)
+            for task in (startup, exiting, watching):
+                task.cancel()
+            await asyncio.gather(startup, exiting, watching, return_exceptions=True)
             await self._end()
 
     # -- up ------------------------------------------------------------------------------------------------------------
@@ -106,6 +110,15 @@ class Supervisor:
             backoff_s = BACKOFF_S if lived_s > STEADY_S else min(backoff_s * 2, BACKOFF_MAX_S)
             self._report(f"{command.name} ended ({how}): starting it again; log {self._logs / command.name}.log")
             await asyncio.sleep(backoff_s)
+
+    async def _watch_directory(self) -> None:
+        """End when the data directory is removed: nothing could reach this stack any more, not even `headrace down`."""
+        while True:
+            await asyncio.sleep(DIRECTORY_CHECK_S)
+            if not state.still_held(self._lock, self._data):
+                self._report(f"{self._data} is gone: ending")
+                self.stop()
+                return
 
     def _keeper_done(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled():  # it never ends but by an error, which `_end` raises
@@ -207,19 +220,21 @@ def run(
 
     Call it from the main thread: the servers of the stack end with the thread that started them.
     """
-    with state.acquire(data):
+    with state.acquire(data) as lock:
         read_end, write_end = os.pipe()
         try:
             become_subreaper()
             plan = planning.make(data, http_port, read_end)
-            asyncio.run(_run(data, plan, demo, report, lambda: on_ready(plan)))
+            asyncio.run(_run(data, lock, plan, demo, report, lambda: on_ready(plan)))
         finally:
             os.close(write_end)
             os.close(read_end)
 
 
-async def _run(data: Path, plan: Plan, demo: bool, report: Callable[[str], None], on_ready: Callable[[], None]) -> None:
-    supervisor = Supervisor(data, plan, report)
+async def _run(
+    data: Path, lock: BinaryIO, plan: Plan, demo: bool, report: Callable[[str], None], on_ready: Callable[[], None]
+) -> None:
+    supervisor = Supervisor(data, lock, plan, report)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
     await supervisor.run(demo, on_ready)

@@ -1,6 +1,7 @@
 """`headrace up` and `down` with real processes: restarts, ends in order, and nothing left after any end."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -112,6 +113,15 @@ def test_ctrl_c_in_the_terminal_ends_everything_in_order(own_stack: Any) -> None
         "ended",
     ]
     assert processes_of(own_stack.data) == []
+
+
+@pytest.mark.e2e
+def test_a_stack_whose_directory_is_removed_ends(own_stack: Any) -> None:
+    own_stack.up()
+    assert processes_of(own_stack.data)
+    shutil.rmtree(own_stack.data, ignore_errors=True)  # a log may be written while it is removed
+    (own_stack.data / "stack.lock").unlink(missing_ok=True)
+    until(lambda: not processes_of(own_stack.data))
 
 
 @pytest.mark.e2e
