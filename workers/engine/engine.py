@@ -67,6 +67,8 @@ class BatchEngine:
         self._inbox: SimpleQueue[EngineRequest | str | None] = SimpleQueue()
         self._runs: dict[str, Run] = {}
         self._scheduler = self._new_scheduler()
+        self._submitted = 0
+        self._begun = 0
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -102,6 +104,7 @@ class BatchEngine:
         return ids
 
     def submit(self, request: EngineRequest) -> None:
+        self._submitted += 1
         self._inbox.put(request)
 
     def cancel(self, key: str) -> None:
@@ -111,7 +114,7 @@ class BatchEngine:
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.running),
-            waiting=scheduler.waiting + self._inbox.qsize(),
+            waiting=scheduler.waiting + self._submitted - self._begun,
             blocks_used=scheduler.pool.used,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
@@ -152,6 +155,7 @@ class BatchEngine:
     def _take(self, item: EngineRequest | str | None, events: list[TokenEvent]) -> None:
         if isinstance(item, EngineRequest):
             self._begin(item, events)
+            self._begun += 1
         elif item is not None and item in self._runs:
             self._end(self._runs[item])
 
