@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def completion(model: str, max_tokens: int, prompt: str = "hello there", **more:
 
 
 @pytest.fixture(scope="module")
-def sims(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def sims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack with simulated models that this module shares. Leave it idle."""
     stack = Stack(tmp_path_factory.mktemp("sim-stack"))
     stack.up("--no-demo")
@@ -235,28 +236,33 @@ def corrupt_object(stack: Stack, model: str) -> None:
     store.put(weights.key, bytes(weights.size))
 
 
-def test_down_leaves_no_process_and_no_change_in_the_checkout(tmp_path: Path) -> None:
-    before = subprocess.run(["git", "status", "--porcelain"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+@pytest.fixture
+def own_stack(tmp_path: Path) -> Iterator[Stack]:
+    """A stack that its test starts and ends by itself; ended all the same when the test fails."""
     stack = Stack(tmp_path / "data")
-    stack.up("--no-demo")
-    stack.push("sim:zero", "zero")
-    assert stack.stream(COMPLETIONS, completion("zero", 5)).done
-    assert len(stack.processes()) >= 6  # supervisor, two servers, ingress, controller, worker
-    stack.down()
-    wait_for(lambda: not stack.processes(), 20, "the end of every process")
-    after = subprocess.run(["git", "status", "--porcelain"], cwd=REPOSITORY, capture_output=True, text=True).stdout
-    assert after == before
+    yield stack
+    stack.headrace("down", check=False)
 
 
-def test_a_killed_supervisor_takes_everything_with_it(tmp_path: Path) -> None:
-    stack = Stack(tmp_path / "data")
-    stack.up("--no-demo")
-    stack.push("sim:fixed-20ms", "slow")
-    assert stack.stream(COMPLETIONS, completion("slow", 5)).done
-    pid = msgspec.json.decode((stack.data / "stack.json").read_bytes())["pid"]
-    stack.kill(pid)
-    wait_for(lambda: not stack.processes(), 20, "the end of every process")
-    stack.up("--no-demo")  # a stale state directory
-    assert stack.stream(COMPLETIONS, completion("slow", 5)).done
-    stack.down()
-    wait_for(lambda: not stack.processes(), 20, "the end of every process")
+def test_down_leaves_no_process_and_no_change_in_the_checkout(own_stack: Stack) -> None:
+    def changes() -> str:
+        return subprocess.run(["git", "status", "--porcelain"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+
+    before = changes()
+    own_stack.up("--no-demo")
+    own_stack.push("sim:zero", "zero")
+    assert own_stack.stream(COMPLETIONS, completion("zero", 5)).done
+    assert len(own_stack.processes()) >= 6  # supervisor, two servers, ingress, controller, worker
+    own_stack.down()
+    wait_for(lambda: not own_stack.processes(), 20, "the end of every process")
+    assert changes() == before
+
+
+def test_a_killed_supervisor_takes_everything_with_it(own_stack: Stack) -> None:
+    own_stack.up("--no-demo")
+    own_stack.push("sim:fixed-20ms", "slow")
+    assert own_stack.stream(COMPLETIONS, completion("slow", 5)).done
+    own_stack.kill(msgspec.json.decode((own_stack.data / "stack.json").read_bytes())["pid"])
+    wait_for(lambda: not own_stack.processes(), 20, "the end of every process")
+    own_stack.up("--no-demo")  # a stale state directory
+    assert own_stack.stream(COMPLETIONS, completion("slow", 5)).done
