@@ -9,6 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
+
+from headrace import cli
 from headrace.stack import ports, servers
 from shared.lifeline import die_with_parent
 from shared.objects import ObjectStore
@@ -20,10 +23,11 @@ ROOT = Path(__file__).parents[2]
 def test_the_procfile_holds_the_lines_of_the_stack() -> None:
     lines = (ROOT / "Procfile").read_text().splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["nats", "objects", "ingress", "controller"]
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     for line in lines:
-        words = [*line.partition(": ")[2].split(), "--help"]
-        assert words[0] == "headrace"
-        assert subprocess.run([sys.executable, "-m", *words], capture_output=True, check=False).returncode == 0
+        program, command, *_ = line.partition(": ")[2].split()
+        assert program == "headrace"
+        assert command in commands
 
 
 def test_servers_start_where_the_settings_say(tmp_path: Path) -> None:
