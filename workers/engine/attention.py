@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from workers.engine.batch import PackedBatch
 
 NAME = "headrace"
+UNSUPPORTED = ("position_bias", "indices")  # arguments that change what is attended to
 _ATTRIBUTE = "headrace_layer"
 
 
@@ -56,6 +57,9 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function under our name in transformers' AttentionInterface: ([1, tokens, query heads, Dv], None)."""
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"attention with {name}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: Layer = getattr(module, _ATTRIBUTE)
     return layer.attend(query[0], key[0], value[0], Variant(scale, sliding_window, softcap, s_aux)).unsqueeze(0), None

@@ -12,11 +12,10 @@ from workers.engine.load import LoadRefused
 from workers.engine.runner import TorchRunner
 from workers.engine.scheduler import Sequence, Slice, StepPlan
 
-OTHER_ENGINE = "vLLM can serve it"
+OTHER_ENGINE = "a vLLM engine may serve it"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings that look at the longest position of the whole packed batch: one sequence would change the others.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
-UNKNOWN_ARGUMENTS = ("position_bias", "indices")  # of attention functions: they change what is attended to
 PROMPT_TOKENS = (24, 23, 21)  # more than one block
 BLOCKS = 6
 BLOCK_TABLES = ([4, 1], [0, 2], [5, 3])  # not contiguous
@@ -33,28 +32,33 @@ class LayerShape:
     value_dim: int
 
 
-def refuse_by_config(config: Any, max_model_len: int) -> None:
-    """Raise LoadRefused for what the configuration alone rules out."""
+def refuse_by_config(config: Any, max_model_len: int | None) -> None:
+    """Raise LoadRefused for what the configuration alone rules out. `max_model_len` None: the model's own."""
     if config.is_encoder_decoder:
-        raise LoadRefused(
-            f"{config.model_type} is an encoder-decoder, not a decoder; {OTHER_ENGINE} if it is supported there"
-        )
+        raise LoadRefused(f"{config.model_type} is an encoder-decoder, and only decoders are served")
     text = config.get_text_config()
     others = sorted(set(getattr(text, "layer_types", None) or []) - LAYER_TYPES)
     if others:
-        raise LoadRefused(
-            f"{config.model_type} has layers of type {', '.join(others)}, which keep other state; {OTHER_ENGINE}"
-        )
+        kinds = ", ".join(others)
+        raise LoadRefused(f"{config.model_type} has layers of type {kinds}, which keep other state; {OTHER_ENGINE}")
     for rope in _rope_parameters(text):
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", text.max_position_embeddings
-        )
-        if any(name in kind for name in ROPE_BY_LENGTH) and max_model_len > original:
-            raise LoadRefused(
-                f"rotary embeddings of type {kind} depend on the longest sequence of a batch; with max_model_len at most"
-                f" {original} they do not, otherwise {OTHER_ENGINE}"
+        if any(name in kind for name in ROPE_BY_LENGTH):
+            original = (
+                rope.get("original_max_position_embeddings")
+                or getattr(text, "original_max_position_embeddings", None)
+                or text.max_position_embeddings
             )
+            if (max_model_len or text.max_position_embeddings) > original:
+                raise LoadRefused(
+                    f"rotary embeddings of type {kind} depend on the longest sequence of a batch: set max_model_len to at"
+                    f" most {original}, where they do not; beyond it {OTHER_ENGINE}"
+                )
+
+
+def no_interface(name: str) -> str:
+    """The reason for a model whose attention cannot be replaced."""
+    return f"{name} does not use transformers' attention interface in all layers; {OTHER_ENGINE}"
 
 
 def probe(model: Any, layers: int) -> list[LayerShape]:
@@ -71,10 +75,7 @@ def probe(model: Any, layers: int) -> list[LayerShape]:
             f"a packed forward of {_name(model)} raised {type(error).__name__}: {error}; {OTHER_ENGINE}"
         ) from error
     if len({id(shape.module) for shape in shapes}) != len(shapes) or len(shapes) != layers:
-        raise LoadRefused(
-            f"{_name(model)} called our attention {len(shapes)} times in {layers} layers: it has layers that do not use"
-            f" transformers' attention interface; {OTHER_ENGINE}"
-        )
+        raise LoadRefused(f"{no_interface(_name(model))} ({len(shapes)} calls in {layers} layers)")
     return shapes
 
 

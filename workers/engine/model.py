@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from shared.records import EngineSettings
 from workers.engine import attention, gate
@@ -53,12 +54,14 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     phases = Phases()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = _dtype(settings.dtype, device)
+    disable_progress_bar()
+    with phases("config"):
+        config = _config(directory)
+        gate.refuse_by_config(config, settings.max_model_len)
+        max_model_len = _max_model_len(settings, config)
     with phases("tokenizer"):
         tokenizer = load_tokenizer(directory)
     with phases("weights"):
-        config = _config(directory)
-        max_model_len = _max_model_len(settings, config)
-        gate.refuse_by_config(config, max_model_len)
         model = _weights(directory, config, dtype).to(device).eval()
     with phases("gate"):
         shapes = gate.probe(model, config.get_text_config().num_hidden_layers)
@@ -117,7 +120,7 @@ def _max_model_len(settings: EngineSettings, config: Any) -> int:
         raise LoadRefused("the model's configuration names no maximum length: set max_model_len")
     if own and wanted > own:
         raise LoadRefused(f"max_model_len is {wanted}, and the model's own limit {own}")
-    return wanted
+    return int(wanted)
 
 
 def _weights(directory: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -131,7 +134,11 @@ def _weights(directory: Path, config: Any, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise LoadRefused(f"the weights cannot be loaded: no {error}") from error
+        raise LoadRefused(gate.no_interface(config.model_type)) from error
+    except Exception as error:  # a library's errors over files of any origin
         raise LoadRefused(f"the weights cannot be loaded: {type(error).__name__}: {error}") from error
 
 

@@ -1,0 +1,202 @@
+"""Sampling: the meaning of each parameter, and the same draw in whatever batch."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from shared.wire import Sampling
+from workers.engine.draws import uniform
+from workers.engine.engine import Drawn
+from workers.engine.sampler import NUCLEUS_HEAD, Sampler
+from workers.engine.scheduler import Sequence
+
+END = 7
+PROBABILITIES = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(11)
+
+
+def sampler() -> Sampler:
+    return Sampler(frozenset({END}), lambda token: bytes([token % 256]))
+
+
+def sequence(
+    prompt: list[int] | None = None, output: list[int] | None = None, choice: int = 0, **sampling: Any
+) -> Sequence:
+    prompt = prompt or [0]
+    return Sequence("k", "t", choice, Sampling(**sampling), prompt + (output or []), len(prompt), 10_000)
+
+
+def draw(logits: torch.Tensor, *sequences: Sequence) -> Drawn:
+    return sampler().draw(logits.clone(), list(sequences))
+
+
+def frequencies(count: int, logits: torch.Tensor, **sampling: Any) -> Counter[int]:
+    """Token counts over `count` seeds, all in one batch."""
+    rows = [sequence(seed=seed, **sampling) for seed in range(count)]
+    return Counter(draw(logits.expand(count, -1), *rows).tokens)
+
+
+def test_uniforms_depend_on_seed_choice_and_index_only() -> None:
+    # fixed for all time: a request must be reproducible by a later release
+    assert (uniform(0, 0, 0), uniform(12345, 1, 77)) == (0.0564663990004608, 0.7354509367088802)
+    assert uniform(1, 0, 0) == uniform(1 + 2**64, 0, 0)
+    assert len({uniform(seed, choice, index) for seed in (1, 2) for choice in (0, 1) for index in (0, 1)}) == 8
+    values = [uniform(3, 0, index) for index in range(2000)]
+    assert all(0 <= value < 1 for value in values)
+    assert abs(sum(values) / len(values) - 0.5) < 0.02
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    logits = torch.randn(4, 100)
+    rows = [sequence(temperature=0.0, seed=seed) for seed in range(4)]
+    assert draw(logits, *rows).tokens == logits.argmax(-1).tolist()
+
+
+def test_draws_follow_the_distribution() -> None:
+    counts = frequencies(4000, PROBABILITIES.log())
+    for token, probability in enumerate(PROBABILITIES.tolist()):
+        assert counts[token] / 4000 == pytest.approx(probability, abs=4 * math.sqrt(probability / 4000))
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    logits = PROBABILITIES.log()
+    sharp, plain, flat = (frequencies(1000, logits, temperature=each)[0] for each in (0.3, 1.0, 3.0))
+    assert sharp > plain + 200
+    assert plain > flat + 80
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 100}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.39}, {0}),
+        ({"top_p": 0.41}, {0, 1}),
+        ({"top_p": 0.86}, {0, 1, 2, 3}),
+        ({"min_p": 0.3}, {0, 1, 2}),
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 3, "top_p": 0.8}, {0, 1}),  # 0.4 and 0.3 of the 0.85 that top-k left
+        ({"min_p": 0.2, "top_k": 4, "top_p": 0.99}, {0, 1, 2, 3}),
+    ],
+)
+def test_filters_keep_exactly_what_they_should(sampling: dict[str, Any], allowed: set[int]) -> None:
+    counts = frequencies(600, PROBABILITIES.log(), **sampling)
+    assert set(counts) == allowed
+
+
+def test_top_p_over_more_tokens_than_the_head() -> None:
+    width = NUCLEUS_HEAD * 3
+    kept = int(width * 0.9)
+    counts = frequencies(3000, torch.linspace(0.001, 0, width), top_p=0.9)
+    assert max(counts) < kept + 2
+    assert max(counts) > NUCLEUS_HEAD
+
+
+def test_a_row_is_drawn_the_same_alone_and_in_any_batch() -> None:
+    logits = torch.randn(6, 500) * 3
+    rows = [
+        sequence(seed=5),
+        sequence(temperature=0.0),
+        sequence(seed=6, top_p=0.7, choice=2),
+        sequence(seed=7, top_k=20, temperature=0.6, output=[1, 2], frequency_penalty=0.5),
+        sequence(seed=8, min_p=0.1, logprobs=3),
+        sequence(seed=9, repetition_penalty=1.4, output=[4]),
+    ]
+    together = draw(logits, *rows).tokens
+    alone = [draw(logits[index : index + 1], row).tokens[0] for index, row in enumerate(rows)]
+    backwards = draw(logits.flip(0), *reversed(rows)).tokens[::-1]
+    assert together == alone == backwards
+
+
+def test_choices_and_positions_draw_differently() -> None:
+    logits = torch.zeros(1, 1000)
+    drawn = [
+        draw(logits, sequence(seed=1, choice=choice, output=[0] * index)).tokens[0]
+        for choice, index in ((0, 0), (1, 0), (0, 1))
+    ]
+    assert len(set(drawn)) == 3
+
+
+def test_logit_bias_adds_to_the_logits() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 3] = 1
+    assert draw(logits, sequence(temperature=0.0, logit_bias={5: 2.0})).tokens == [5]
+    assert draw(logits, sequence(temperature=0.0, logit_bias={3: -100.0, 8: 0.5})).tokens == [8]
+
+
+def test_min_tokens_masks_every_way_to_stop() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, END], logits[0, 2], logits[0, 4] = 9, 8, 7
+    assert draw(logits, sequence(temperature=0.0, min_tokens=2, stop_token_ids=[2])).tokens == [4]
+    assert draw(logits, sequence(temperature=0.0, min_tokens=2, stop_token_ids=[2], output=[1, 1])).tokens == [END]
+    assert draw(logits, sequence(temperature=0.0, min_tokens=2, ignore_eos=True)).tokens == [END]
+
+
+def test_repetition_penalty_counts_prompt_and_output_and_scales_by_sign() -> None:
+    logits = torch.tensor([[4.0, 3.0, -1.0, -1.5, 0.0]])
+    assert draw(logits, sequence(prompt=[0], temperature=0.0, repetition_penalty=2.0)).tokens == [1]
+    assert draw(logits, sequence(prompt=[0], output=[1], temperature=0.0, repetition_penalty=10.0)).tokens == [0]
+    negative = torch.tensor([[-1.0, -1.5, -9.0]])
+    assert draw(negative, sequence(prompt=[0], temperature=0.0, repetition_penalty=2.0)).tokens == [1]
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0]])
+    for name in ("presence_penalty", "frequency_penalty"):
+        assert draw(logits, sequence(prompt=[0, 0], temperature=0.0, **{name: 2.0})).tokens == [0]
+        assert draw(logits, sequence(prompt=[0], output=[0], temperature=0.0, **{name: 1.5})).tokens == [1]
+    assert draw(logits, sequence(output=[0, 0, 0], temperature=0.0, presence_penalty=0.9)).tokens == [0]
+    assert draw(logits, sequence(output=[0, 0, 0], temperature=0.0, frequency_penalty=0.9)).tokens == [1]
+
+
+def test_penalties_follow_the_output_as_it_grows() -> None:
+    it, row = sampler(), sequence(temperature=0.0, presence_penalty=10.0)
+    drawn = []
+    for _ in range(4):
+        drawn += it.draw(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), [row]).tokens
+        row.tokens.append(drawn[-1])
+    assert drawn == [0, 1, 2, 3]
+
+
+def test_logprobs_are_of_the_raw_logits_with_bytes_and_ranks() -> None:
+    logits = PROBABILITIES.log().expand(2, -1).clone()
+    rows = [sequence(temperature=0.0, logprobs=2, logit_bias={4: 50.0}), sequence(temperature=0.5)]
+    drawn = draw(logits, *rows)
+    assert drawn.logprobs is not None
+    first, second = drawn.logprobs
+    assert second is None
+    assert first is not None
+    assert (first.id, first.bytes) == (4, b"\x04")
+    assert first.logprob == pytest.approx(math.log(0.05), abs=1e-5)
+    assert [top.id for top in first.top] == [0, 1]
+    assert [math.exp(top.logprob) for top in first.top] == pytest.approx([0.4, 0.3], abs=1e-5)
+
+
+def test_no_logprobs_where_nobody_asks_and_none_at_the_top_for_zero() -> None:
+    assert draw(torch.zeros(1, 5), sequence(temperature=0.0)).logprobs is None
+    logprobs = draw(torch.zeros(1, 5), sequence(temperature=0.0, logprobs=0)).logprobs
+    assert logprobs is not None
+    assert logprobs[0] is not None
+    assert logprobs[0].top == []
+
+
+def test_impossible_tokens_have_finite_logprobs() -> None:
+    logits = torch.tensor([[0.0, -math.inf]])
+    logprobs = draw(logits, sequence(temperature=0.0, logprobs=2)).logprobs
+    assert logprobs is not None
+    assert logprobs[0] is not None
+    assert logprobs[0].top[1].logprob == -9999.0
+
+
+def test_half_precision_logits_are_sampled_in_single() -> None:
+    logits = torch.randn(3, 200).bfloat16()
+    rows = [sequence(seed=seed, logprobs=1) for seed in range(3)]
+    assert draw(logits, *rows) == draw(logits.float(), *rows)
