@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.stack import ports
+from ..conftest import LocalStack
 
-HEADRACE = [sys.executable, "-m", "headrace"]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -83,35 +80,12 @@ class Answer:
         return next((reason for reason in reasons if reason), None)
 
 
-class Stack:
-    """A running stack under a data directory of its own."""
+class Stack(LocalStack):
+    """A running stack, with clients that read it from the outside."""
 
-    def __init__(self, data: Path) -> None:
-        self.data = data
-        self.url = ""
-
-    def headrace(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run the command line on this stack."""
-        done = subprocess.run(
-            [*HEADRACE, "--data", str(self.data), *arguments], capture_output=True, text=True, timeout=180
-        )
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def up(self, *arguments: str) -> None:
-        port = ports.free_ports(1)[0]
-        self.headrace("up", "--detach", "--port", str(port), *arguments)
-        self.url = f"http://127.0.0.1:{port}"
-
-    def down(self) -> None:
-        self.headrace("down")
-
-    def push(self, source: str, name: str, *arguments: str, version: str = "v1") -> None:
-        self.headrace("models", "push", source, "--name", name, "--version", version, *arguments)
-
-    def status(self) -> dict[str, Any]:
-        result: dict[str, Any] = msgspec.json.decode(self.headrace("status", "--json").stdout)
-        return result
+    @property
+    def url(self) -> str:
+        return self.http
 
     def workers(self, model: str, state: str = "active") -> list[dict[str, Any]]:
         return [each for each in self.status()["workers"] if each["model"] == model and each["state"] == state]
@@ -211,21 +185,33 @@ def assert_same_but_for_ties(name: str, got: Answer, wanted: Answer, margin_max:
     assert got.text == wanted.text
 
 
+def ended(stack: Stack) -> None:
+    """End a stack: nothing of it is left."""
+    stack.down()
+    wait_for(lambda: not stack.processes(), 20, "the end of every process")
+
+
 @pytest.fixture(scope="session")
 def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack with the demo model that the whole run shares. Leave it idle."""
-    stack = Stack(tmp_path_factory.mktemp("demo-stack"))
-    stack.up()
+    stack = Stack(tmp_path_factory.mktemp("demo-stack") / "data")
+    stack.up("--port", "0")  # with the demo model, as a newcomer starts it
     yield stack
-    stack.down()
-    assert wait_for(lambda: not stack.processes(), 20, "the end of every process")
+    ended(stack)
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
+def fresh_stack(tmp_path: Path) -> Iterator[Stack]:
     """A stack of this test alone, without the demo model."""
     stack = Stack(tmp_path / "data")
     stack.up("--no-demo")
     yield stack
-    stack.down()
-    assert wait_for(lambda: not stack.processes(), 20, "the end of every process")
+    ended(stack)
+
+
+@pytest.fixture
+def stopped_stack(tmp_path: Path) -> Iterator[Stack]:
+    """A stack that its test starts and ends by itself; ended all the same when the test fails."""
+    stack = Stack(tmp_path / "data")
+    yield stack
+    stack.headrace("down")

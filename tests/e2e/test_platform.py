@@ -15,10 +15,9 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.stack import state
 from shared.objects import ObjectStore
 
-from .conftest import CHAT, COMPLETIONS, Answer, Stack, wait_for
+from .conftest import CHAT, COMPLETIONS, Answer, Stack, ended, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -38,8 +37,7 @@ def sims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.push("sim:zero", "zero")
     stack.push("sim:fixed-20ms", "slow", "--max-replicas", "1")
     yield stack
-    stack.down()
-    wait_for(lambda: not stack.processes(), 20, "the end of every process")
+    ended(stack)
 
 
 def test_two_hundred_streams_are_contiguous(sims: Stack) -> None:
@@ -201,68 +199,62 @@ def test_bad_input_left_nothing_behind(sims: Stack) -> None:
     assert sims.stream(COMPLETIONS, completion("zero", 5)).done
 
 
-def test_an_object_store_that_is_down_at_cold_start_is_waited_for(stack: Stack, tiny_model: Path) -> None:
-    stack.push(str(tiny_model), "tiny")
-    pid = stack.status()["processes"]["objects"]["pid"]
+def test_an_object_store_that_is_down_at_cold_start_is_waited_for(fresh_stack: Stack, tiny_model: Path) -> None:
+    fresh_stack.push(str(tiny_model), "tiny")
+    pid = fresh_stack.status()["processes"]["objects"]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        with socket.create_connection((stack.url[7:].split(":")[0], int(stack.url.rsplit(":", 1)[1]))) as parked:
+        with socket.create_connection(
+            (fresh_stack.url[7:].split(":")[0], int(fresh_stack.url.rsplit(":", 1)[1]))
+        ) as parked:
             body = msgspec.json.encode(completion("tiny", 4, prompt="a"))
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
             parked.sendall(head.encode() + body)
-            wait_for(lambda: stack.workers("tiny", "starting"), what="a worker that starts")
+            wait_for(lambda: fresh_stack.workers("tiny", "starting"), what="a worker that starts")
             os.kill(pid, signal.SIGCONT)
             parked.settimeout(60)
             assert b" 200 " in parked.recv(65536)
     finally:
         os.kill(pid, signal.SIGCONT)
-    stack.idle()
+    fresh_stack.idle()
 
 
-def test_a_corrupt_weight_file_is_never_served(stack: Stack, tiny_model: Path) -> None:
-    stack.push(str(tiny_model), "tiny")
-    corrupt_object(stack, "tiny")
-    answer = stack.post(COMPLETIONS, completion("tiny", 4, prompt="a"))
+def test_a_corrupt_weight_file_is_never_served(fresh_stack: Stack, tiny_model: Path) -> None:
+    fresh_stack.push(str(tiny_model), "tiny")
+    corrupt_object(fresh_stack, "tiny")
+    answer = fresh_stack.post(COMPLETIONS, completion("tiny", 4, prompt="a"))
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "version_failed"
     assert "sha256" in answer.json()["error"]["message"]
-    stack.idle()
+    fresh_stack.idle()
 
 
 def corrupt_object(stack: Stack, model: str) -> None:
     """Replace the stored weights by as many other bytes."""
-    store = ObjectStore(state.client_settings({}, data_dir=str(stack.data)))
+    store = ObjectStore(stack.settings())
     [weights] = [found for found in store.list(f"models/{model}/") if found.key.endswith(".safetensors")]
     store.put(weights.key, bytes(weights.size))
 
 
-@pytest.fixture
-def own_stack(tmp_path: Path) -> Iterator[Stack]:
-    """A stack that its test starts and ends by itself; ended all the same when the test fails."""
-    stack = Stack(tmp_path / "data")
-    yield stack
-    stack.headrace("down", check=False)
-
-
-def test_down_leaves_no_process_and_no_change_in_the_checkout(own_stack: Stack) -> None:
+def test_down_leaves_no_process_and_no_change_in_the_checkout(stopped_stack: Stack) -> None:
     def changes() -> str:
         return subprocess.run(["git", "status", "--porcelain"], cwd=REPOSITORY, capture_output=True, text=True).stdout
 
     before = changes()
-    own_stack.up("--no-demo")
-    own_stack.push("sim:zero", "zero")
-    assert own_stack.stream(COMPLETIONS, completion("zero", 5)).done
-    assert len(own_stack.processes()) >= 6  # supervisor, two servers, ingress, controller, worker
-    own_stack.down()
-    wait_for(lambda: not own_stack.processes(), 20, "the end of every process")
+    stopped_stack.up("--no-demo")
+    stopped_stack.push("sim:zero", "zero")
+    assert stopped_stack.stream(COMPLETIONS, completion("zero", 5)).done
+    assert len(stopped_stack.processes()) >= 6  # supervisor, two servers, ingress, controller, worker
+    stopped_stack.down()
+    wait_for(lambda: not stopped_stack.processes(), 20, "the end of every process")
     assert changes() == before
 
 
-def test_a_killed_supervisor_takes_everything_with_it(own_stack: Stack) -> None:
-    own_stack.up("--no-demo")
-    own_stack.push("sim:fixed-20ms", "slow")
-    assert own_stack.stream(COMPLETIONS, completion("slow", 5)).done
-    own_stack.kill(msgspec.json.decode((own_stack.data / "stack.json").read_bytes())["pid"])
-    wait_for(lambda: not own_stack.processes(), 20, "the end of every process")
-    own_stack.up("--no-demo")  # a stale state directory
-    assert own_stack.stream(COMPLETIONS, completion("slow", 5)).done
+def test_a_killed_supervisor_takes_everything_with_it(stopped_stack: Stack) -> None:
+    stopped_stack.up("--no-demo")
+    stopped_stack.push("sim:fixed-20ms", "slow")
+    assert stopped_stack.stream(COMPLETIONS, completion("slow", 5)).done
+    stopped_stack.kill(stopped_stack.state["pid"])
+    wait_for(lambda: not stopped_stack.processes(), 20, "the end of every process")
+    stopped_stack.up("--no-demo")  # a stale state directory
+    assert stopped_stack.stream(COMPLETIONS, completion("slow", 5)).done

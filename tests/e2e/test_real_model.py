@@ -27,9 +27,9 @@ TOPICS = ["rivers", "mills", "turbines", "salt", "trains", "bees", "clouds", "ma
 
 
 def test_the_readmes_curl_line_answers_paris(demo_stack: Stack) -> None:
-    line = next(block for block in re.findall(r"```\w*\n(.*?)```", README.read_text(), re.DOTALL) if "curl" in block)
-    command = line[line.index("curl") :].replace("http://localhost:8000", demo_stack.url)
-    command = command.replace("http://127.0.0.1:8000", demo_stack.url)
+    block = re.search(r"^    curl -N .*?'$.*?'$", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert block is not None
+    command = block[0].replace("http://127.0.0.1:8000", demo_stack.url)
     assert demo_stack.url in command
     answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60).stdout
     events = [part[6:] for part in answer.split("\n") if part.startswith("data: ")]
@@ -42,9 +42,8 @@ def test_the_readmes_curl_line_answers_paris(demo_stack: Stack) -> None:
     assert "Paris" in text
 
 
-def test_from_zero_to_an_answer_and_back_to_zero(demo_stack: Stack, tmp_path: Path) -> None:
-    demo_stack.headrace("models", "push", str(demo_directory(demo_stack)), "--name", "sleepy", "--version", "v1",
-                        "--idle-seconds", "2")  # fmt: skip
+def test_from_zero_to_an_answer_and_back_to_zero(demo_stack: Stack, demo_model: Path) -> None:
+    demo_stack.push(demo_model, "sleepy", "--idle-seconds", "2")
     for _ in range(2):
         assert not demo_stack.workers("sleepy")
         answer = demo_stack.stream(CHAT, greedy("sleepy", "What is the capital of France?", 8))
@@ -61,11 +60,6 @@ def test_from_zero_to_an_answer_and_back_to_zero(demo_stack: Stack, tmp_path: Pa
         wait_for(lambda: not demo_stack.workers("sleepy"), 15, "the end of an idle worker")
     assert "sleepy" in [each["id"] for each in httpx.get(demo_stack.url + "/v1/models").json()["data"]]
     demo_stack.idle()
-
-
-def demo_directory(stack: Stack) -> Path:
-    """The converted demo model that `headrace up` keeps under its data directory."""
-    return next(path.parent for path in stack.data.rglob("config.json") if (path.parent / "tokenizer.json").exists())
 
 
 def test_the_openai_sdk_streams_and_answers_plainly(demo_stack: Stack) -> None:
@@ -140,9 +134,9 @@ def test_thirty_two_streams_at_once_equal_each_alone(demo_stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kills"), [("float32", 3), ("bfloat16", 2)])
-def test_streams_survive_a_killed_worker(demo_stack: Stack, dtype: str, kills: int) -> None:
+def test_streams_survive_a_killed_worker(demo_stack: Stack, demo_model: Path, dtype: str, kills: int) -> None:
     name = f"killed-{dtype}"
-    demo_stack.push(str(demo_directory(demo_stack)), name, "--set", f"dtype={dtype}", "--max-replicas", "1")
+    demo_stack.push(demo_model, name, "--set", f"dtype={dtype}", "--max-replicas", "1")
     body = greedy(name, "Describe how a water mill grinds grain.", 60, ignore_eos=True)
     wanted = demo_stack.stream(CHAT, body)
     for round_number in range(kills):
