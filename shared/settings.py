@@ -50,7 +50,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop_strings_max: int = 4
     keepalive_s: float = 10.0
     head_hold_s: float = 1.0
-    stream_buffer_bytes_max: int = MIB  # unread by one slow client; over it, relaying to that client waits
     write_stall_s: float = 60.0  # a client that takes no byte for so long counts as gone
 
     # the wire
