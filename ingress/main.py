@@ -110,16 +110,6 @@ async def drain(context: Context) -> None:
 
 async def run(settings: Settings, bound: socket.socket) -> None:
     """Serve on `bound` until SIGTERM or SIGINT; a second one ends the process at once."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        stop.set()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
     bus = await Bus.connect(settings, "ingress")
     try:
         await bus.ensure()
@@ -129,6 +119,7 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         watches = Watches(router, dispatcher)
         await watches.start(bus)
         context = Context(settings, router, dispatcher, lambda: bus.connected and watches.live)
+        stop = _stop_on_signals()
         gc.collect()
         gc.freeze()  # what is loaded by now stays: full collections need not walk it
         await serve_until(stop, context, bound)
@@ -136,6 +127,20 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await dispatcher.close()
     finally:
         await bus.close()
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second one has its usual effect."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        stop.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
 
 
 def main(settings: Settings) -> None:

@@ -84,7 +84,7 @@ class InferEvents:
 class Infer:
     """The native family; one choice."""
 
-    route, summary = BEFORE_MODEL + "{model:path}" + AFTER_MODEL, "Native inference"
+    route, summary = BEFORE_MODEL + "{model}" + AFTER_MODEL, "Native inference"
     decoder, answer_type = msgspec.json.Decoder(InferBody), InferAnswer
 
     def serves(self, path: str) -> bool:

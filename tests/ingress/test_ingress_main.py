@@ -125,9 +125,10 @@ def test_the_life_of_a_process(process: Process, nats_server: Any, make: Any) ->
         connection, response = process.ask("a%2Fb")
         failed = make.version(model="a/b", state="failed", reason="weights are corrupt")
         put(subjects.MODELS_BUCKET, subjects.key("a/b", "v1"), failed)
-        told = response.read()
+        told = wait_for(lambda: (line := response.readline()).startswith(b"data:") and line, "the error event")
         assert b'"code":"version_failed"' in told
         assert b"weights are corrupt" in told
+        assert response.read() == b"\n"
         connection.close()
         runner.run(bus.kv_delete(subjects.MODELS_BUCKET, subjects.key("a/b", "v1")))
         wait_for(lambda: process.get("/v1/models/a/b")[0] == 404, "the model is gone")

@@ -19,6 +19,20 @@ CHAT_PATH, NATIVE_PATH = "/v1/chat/completions", "/v1/models/m/infer"
 USAGE = Usage(5, 2, 0)
 
 
+def chunks(received: bytes) -> list[bytes]:
+    """The complete HTTP chunks of the first response in `received`; each is one write of the relay."""
+    _, _, rest = received.partition(b"\r\n\r\n")
+    found = []
+    while b"\r\n" in rest:
+        line, _, rest = rest.partition(b"\r\n")
+        size = int(line, 16)
+        if len(rest) < size + 2:
+            break
+        found.append(rest[:size])
+        rest = rest[size + 2 :]
+    return found
+
+
 # -- the head ----------------------------------------------------------------------------------------------------------
 
 
@@ -99,12 +113,20 @@ def test_a_wake_up_is_one_write(front: Any, make: Any) -> None:
         stream = front.stream()
         front.call(stream.push, *(make.token(f"t{index}") for index in range(10)))
         client.read_until(b'"t9"')
-        _, _, body = client.received.partition(b"\r\n\r\n")
-        size = int(body.split(b"\r\n", 1)[0], 16)
-        assert len(body) <= size + 10  # one chunk with its size line
+        assert len(chunks(client.received)) == 1
         front.call(stream.push, make.token("", finish="stop"))
         front.call(stream.finish, USAGE)
         client.read_until(b'"usage"')
+
+
+def test_the_last_tokens_and_the_end_are_one_write(front: Any, make: Any) -> None:
+    front.dispatcher.answer = make.says("Hel", "lo")
+    with front.connect(CHAT_PATH, STREAM) as client:
+        client.read_until(b"\r\n0\r\n\r\n")
+    (whole, end) = chunks(client.received)
+    assert whole.startswith(b"data: {")
+    assert whole.endswith(b"data: [DONE]\n\n")
+    assert end == b""
 
 
 def test_a_connection_serves_one_request_after_the_other(front: Any, make: Any) -> None:
@@ -200,6 +222,7 @@ def test_a_slow_reader_waits_alone_and_misses_nothing(front: Any, make: Any) -> 
     events = [json.loads(line[6:]) for line in slow.received.split(b"\n") if line.startswith(b"data: {")]
     assert [event["index"] for event in events[:-1]] == list(range(many + 2))
     assert events[-3]["token"] == " more"
+    assert max(map(len, chunks(slow.received))) < 32 * 1024  # never the whole backlog in one piece
 
 
 def test_a_relay_waits_for_its_reader(front: Any, make: Any) -> None:
