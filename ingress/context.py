@@ -33,10 +33,6 @@ class Context:
         self.draining = False
         self.metrics = Metrics(lambda: dispatcher.queued(self.tenant), lambda: len(self.open))
 
-    @property
-    def ready(self) -> bool:
-        return self.bus_usable() and not self.draining
-
     def check_accepting(self) -> None:
         """Raises Draining once the process is shutting down."""
         if self.draining:

@@ -19,7 +19,7 @@ from ingress.metrics import OK, Served
 from ingress.schemas import Body
 from shared import wire
 from shared.dispatch import Delta, Stream
-from shared.errors import BodyTimeout, Cancelled, HeadraceError, Internal, TooLarge
+from shared.errors import BodyTimeout, Cancelled, HeadraceError, Internal
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Exchange(Response):
         self.background = None
         self.rid = wire.new_id()
         self._context, self._family, self._settings = context, family, context.settings
-        self._started = time.monotonic()
+        self._started = self._written = time.monotonic()
         self._extra_headers: Headers = []
         self._served = Served()
         self._task: asyncio.Task[Any] | None = None
@@ -41,7 +41,7 @@ class Exchange(Response):
         self._interruptible = True
         self._client_until = math.inf  # monotonic time until which the client must send, or take what is sent
         self._client_gone = False
-        self._head_sent = self._streamed = False
+        self._body_read = self._head_sent = self._streamed = False
         self._out: list[bytes] = []  # events that are not written yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,6 +110,7 @@ class Exchange(Response):
         self._client_until = self._started + settings.request_read_s
         raw = await read_body(headers.get(b"content-length"), receive, settings.request_bytes_max)
         self._client_until = math.inf
+        self._body_read = True
         body: Body = decode(family.decoder, raw)
         reference = family.reference(body, scope)
         sticky = _text(headers, b"x-session-id") or body.prompt_cache_key or body.user or self.rid
@@ -146,6 +147,7 @@ class Exchange(Response):
             else:
                 await self._gather(admitted, stream, send)
         finally:
+            self._interruptible = False
             stream.cancel()
             self._served.claims, self._served.usage = stream.claims, stream.usage
 
@@ -176,7 +178,9 @@ class Exchange(Response):
                 events.add(deltas[first : first + DELTAS_PER_WRITE_MAX], out)
             if out and not stream.ended:  # the last ones go with the closing events
                 await self._write(send)
-            deltas = await self._next(stream, self._settings.keepalive_s)
+            # counted from the last byte: tokens whose text is held back are silence to the client
+            quiet_s = time.monotonic() - self._written
+            deltas = await self._next(stream, max(0.0, self._settings.keepalive_s - quiet_s))
         if events.open_choices:
             raise Internal(f"request {self.rid} is complete, but {events.open_choices} choices have no finish")
         out.append(events.closing(_usage(stream), stream.claims))
@@ -206,7 +210,7 @@ class Exchange(Response):
                     return
                 data, headers = answers.error_answer(error)
                 headers += self._timed_headers()
-                if not isinstance(error, (TooLarge, BodyTimeout)):
+                if self._body_read:
                     await send(answers.start(error.status, headers))
                     await send(answers.body(data))
                     return
@@ -226,7 +230,8 @@ class Exchange(Response):
         await self._send(send, answers.body(data, more))
 
     async def _send(self, send: Send, message: Message) -> None:
-        self._client_until = time.monotonic() + self._settings.write_stall_s
+        self._written = time.monotonic()
+        self._client_until = self._written + self._settings.write_stall_s
         await send(message)
         self._client_until = math.inf
 

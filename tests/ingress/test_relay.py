@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import EngineFailed, VersionFailed
+from shared.errors import EngineFailed, TooLarge, VersionFailed
 from shared.wire import Usage
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -61,6 +61,21 @@ def test_silence_brings_the_head_and_keepalives(front: Any, make: Any) -> None:
         front.call(stream.push, make.token("Hi", finish="stop"))
         front.call(stream.finish, USAGE)
         client.read_until(b"[DONE]")
+
+
+def test_tokens_without_text_are_silence(front: Any, make: Any) -> None:
+    with front.connect(CHAT_PATH, STREAM) as client:
+        stream = front.stream()
+        front.call(stream.push, make.token("Hi"))
+        client.read_until(b'"Hi"')
+        deadline = time.monotonic() + 10
+        while b": keepalive" not in client.received:  # far more often than a keepalive is due
+            assert time.monotonic() < deadline
+            front.call(stream.push, make.token(""))
+            client.has_data()
+            time.sleep(0.01)
+        assert time.monotonic() > deadline - 10 + 0.5 * front.settings.keepalive_s
+        assert client.received.count(b"data:") == 2  # the role and one text
 
 
 def test_an_error_within_the_hold_has_its_status(front: Any) -> None:
@@ -317,6 +332,18 @@ def test_a_large_body_is_refused_by_its_length_alone(front: Any) -> None:
 def test_a_client_that_sends_ten_megabytes_reads_its_refusal(front: Any) -> None:
     answer = front.post(CHAT_PATH, CHAT | {"user": "x" * 10_000_000})
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+
+
+def test_a_refusal_by_the_bus_keeps_the_connection(front: Any, make: Any) -> None:
+    front.dispatcher.refusal = TooLarge("a request of 1000 bytes is over the limit of 900 bytes")
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=3)
+    for status in (413, 413):
+        connection.request("POST", CHAT_PATH, json.dumps(CHAT))
+        response = connection.getresponse()
+        assert (response.status, response.headers["connection"]) == (status, None)
+        assert b"over the limit of 900 bytes" in response.read()
+        make.wait_for(lambda: not front.context.open, "the exchange has ended")
+    connection.close()
 
 
 def test_a_bad_content_length_reaches_no_route(front: Any) -> None:
