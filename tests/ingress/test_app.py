@@ -66,7 +66,7 @@ def test_sdk_no_usage_unless_asked_for(front: Any, make: Any, options: dict[str,
     assert answer.body.endswith(b"data: [DONE]\n\n")
 
 
-def test_sdk_chat_stream_helper_accumulates(front: Any, sdk: openai.OpenAI, make: Any) -> None:
+def test_sdk_accumulates_a_chat_stream(front: Any, sdk: openai.OpenAI, make: Any) -> None:
     front.dispatcher.answer = make.says("Hel", "lo")
     with sdk.chat.completions.stream(**CHAT) as stream:
         final = stream.get_final_completion()
