@@ -19,7 +19,7 @@ ROPE_BY_LENGTH = ("dynamic", "longrope")
 PROMPT_TOKENS = (24, 23, 21)  # more than one block
 BLOCKS = 6
 BLOCK_TABLES = ([4, 1], [0, 2], [5, 3])  # not contiguous
-ERROR_MAX = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.15}  # relative to the spread of the logits
+ERROR_MAX = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.25}  # relative to the spread of the logits
 
 
 @dataclass(slots=True)

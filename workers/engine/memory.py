@@ -1,9 +1,9 @@
 """How many blocks of keys and values a device takes."""
 
+import mmap
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
@@ -33,10 +33,16 @@ def blocks_that_fit(per_block: int, device: torch.device, slots: int, max_model_
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on the CPU the memory is taken page by page as it is written, where torch.zeros would touch all of it."""
+    """Zeros; on the CPU the memory is taken as it is written, page by small page.
+
+    torch.zeros would touch all of a large cache at once, and huge pages much of it at the first token of each slot.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _available() -> int:

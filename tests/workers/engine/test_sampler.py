@@ -10,7 +10,7 @@ import torch
 from shared.wire import Sampling
 from workers.engine.draws import uniform
 from workers.engine.engine import Drawn
-from workers.engine.sampler import NUCLEUS_HEAD, Sampler
+from workers.engine.sampler import NUCLEUS_HEADS, Sampler
 from workers.engine.scheduler import Sequence
 
 END = 7
@@ -92,12 +92,26 @@ def test_filters_keep_exactly_what_they_should(sampling: dict[str, Any], allowed
     assert set(counts) == allowed
 
 
-def test_top_p_over_more_tokens_than_the_head() -> None:
-    width = NUCLEUS_HEAD * 3
-    kept = int(width * 0.9)
-    counts = frequencies(3000, torch.linspace(0.001, 0, width), top_p=0.9)
-    assert max(counts) < kept + 2
-    assert max(counts) > NUCLEUS_HEAD
+@pytest.mark.parametrize("width", [NUCLEUS_HEADS[0] * 2, NUCLEUS_HEADS[1] + 300])
+def test_top_p_over_more_tokens_than_are_looked_at_first(width: int) -> None:
+    kept = int(width * 0.97)
+    counts = frequencies(500, torch.linspace(0.001, 0, width), top_p=0.97)
+    assert NUCLEUS_HEADS[0] < max(counts) < kept + 2
+
+
+def test_draws_are_the_inverse_of_the_cumulated_weights() -> None:
+    logits = torch.randn(40, 1000) * 2
+    rows = [sequence(seed=seed) for seed in range(40)]
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    for row, token in enumerate(draw(logits, *rows).tokens):
+        below = cumulative[row, token - 1].item() if token else 0.0
+        assert below - 1e-6 <= uniform(row, 0, 0) <= cumulative[row, token].item() + 1e-6
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    logits = torch.full((1, 700), -math.inf)
+    logits[0, [3, 255, 256, 699]] = 0.0
+    assert set(frequencies(400, logits)) == {3, 255, 256, 699}
 
 
 def test_a_row_is_drawn_the_same_alone_and_in_any_batch() -> None:
