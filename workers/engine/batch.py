@@ -46,7 +46,7 @@ class Packer:
 
     def __init__(self, tokens_max: int, device: torch.device) -> None:
         self._device = device
-        self._buffer = torch.zeros((3, tokens_max), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._buffer = torch.zeros((3, tokens_max), dtype=torch.int64)
         self._host = self._buffer.numpy()
 
     def pack(self, plan: StepPlan) -> PackedBatch:
@@ -70,9 +70,8 @@ class Packer:
             last_rows[id(part)] = row - 1
         logit_rows = torch.tensor([last_rows[id(part)] for part in plan.slices if part.samples], dtype=torch.int64)
         used = self._buffer[:, :row]
-        if self._device.type != "cpu":
-            used = used.to(self._device, non_blocking=True)
-            logit_rows = logit_rows.to(self._device, non_blocking=True)
+        if self._device.type != "cpu":  # blocking: the next step overwrites the buffer
+            used, logit_rows = used.to(self._device), logit_rows.to(self._device)
         return PackedBatch(used[0:1], used[1:2], used[2], logit_rows, spans[: len(singles)], spans[len(singles) :])
 
     def _pack_chunk(self, part: Slice, row: int) -> Span:

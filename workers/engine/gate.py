@@ -1,5 +1,7 @@
 """Whether a model can be served by packed paged attention. Found out at load, with the reason, instead of in wrong text."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +70,8 @@ def probe(model: Any, layers: int) -> list[LayerShape]:
         attach(module, _Probe(module, shapes))
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device).unsqueeze(0)
-    try:
+    with _refusing(model, "a packed forward"):
         model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
-    except Exception as error:
-        raise LoadRefused(
-            f"a packed forward of {_name(model)} raised {type(error).__name__}: {error}; {OTHER_ENGINE}"
-        ) from error
     if len({id(shape.module) for shape in shapes}) != len(shapes) or len(shapes) != layers:
         raise LoadRefused(f"{no_interface(_name(model))} ({len(shapes)} calls in {layers} layers)")
     return shapes
@@ -83,20 +81,21 @@ def reference_logits(model: Any) -> torch.Tensor:
     """[len(PROMPT_TOKENS), vocabulary]: the model's own, with its plain eager attention and no packing."""
     ids = torch.tensor([prompt_ids(model.get_input_embeddings().num_embeddings)], device=model.device)
     rows = torch.tensor([length - 1 for length in PROMPT_TOKENS], device=model.device)
-    model.set_attn_implementation("eager")
-    try:
-        return model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0].float()
-    finally:
+    with _refusing(model, "a plain forward"):
+        model.set_attn_implementation("eager")
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0].float()
         model.set_attn_implementation(NAME)
+    return logits
 
 
 def compare(model: Any, runner: TorchRunner, reference: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise LoadRefused unless `runner`, packed, paged and in chunks, computes what the model computes."""
     prompt = prompt_ids(model.get_input_embeddings().num_embeddings)
     sequences = [_sequence(prompt[:length], blocks) for length, blocks in zip(PROMPT_TOKENS, BLOCK_TABLES, strict=True)]
-    for counts in ((16, 16, 16), (7, 6, 4)):
-        runner.forward(StepPlan([_advance(each, count) for each, count in zip(sequences, counts, strict=True)]))
-    logits = runner.forward(StepPlan([_advance(each, 1) for each in sequences])).float()
+    with _refusing(model, "a packed forward in chunks"):
+        for counts in ((16, 16, 16), (7, 6, 4)):
+            runner.forward(StepPlan([_advance(each, count) for each, count in zip(sequences, counts, strict=True)]))
+        logits = runner.forward(StepPlan([_advance(each, 1) for each in sequences])).float()
     spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
     error = ((logits - reference).norm(dim=-1) / spread).max().item()
     if not error <= ERROR_MAX[dtype]:
@@ -119,6 +118,16 @@ class _Probe(Layer):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> torch.Tensor:
         self._shapes.append(LayerShape(self._module, k.shape[0], k.shape[2], v.shape[2]))
         return q.new_zeros((q.shape[1], q.shape[0], v.shape[2]))
+
+
+@contextmanager
+def _refusing(model: nn.Module, what: str) -> Iterator[None]:
+    """Whatever a model raises when it is called so is the reason to refuse it."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{what} of {_name(model)} raised {type(error).__name__}: {error}"
+        raise LoadRefused(f"{reason}; {OTHER_ENGINE}") from error
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -13,21 +13,31 @@ class LoadRefused(Exception):
     """The version cannot be served by this engine; the message says why, and another try would end the same way."""
 
 
+def import_engine(source: str) -> None:
+    """Import what `load_engine` needs for this source: seconds for a real model, that a cold start can spend beside a fetch."""
+    if source.startswith(SIMULATED):
+        import workers.engine.sim
+
+        return
+    # Read when torch is first imported. Threads that spin at each barrier wait for one another's time slices as soon as
+    # the cores are shared with anything else: loading was 20 times slower so, a step 3 times.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import workers.engine.model  # noqa: F401
+
+
 def load_engine(source: str, directory: Path | None, settings: EngineSettings, threads: int) -> Engine:
     """The engine of a version, not yet started.
 
     `source` is "sim:<profile>", or anything else for a model whose files (Hugging Face layout, safetensors) are in
     `directory`. `threads` is for torch on the CPU; 0: the cores this process may use. Blocking, seconds. Raises LoadRefused.
     """
+    import_engine(source)
     if source.startswith(SIMULATED):
         from workers.engine.sim import load_simulated
 
         return load_simulated(source.removeprefix(SIMULATED), settings)
     if directory is None:
         raise LoadRefused(f"the source {source!r} needs the directory of its files")
-    # Read when torch is first imported. Threads that spin at each barrier wait for one another's time slices as soon as
-    # the cores are shared with anything else: loading was 20 times slower so, a step 3 times.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from workers.engine.model import load
 
     return load(directory, settings, threads)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import GROUPED, SIZES, save_byte_tokenizer, save_tiny_model
+from tiny_models import FAMILIES, GROUPED, SIZES, save_byte_tokenizer, save_tiny_model
 
 from shared.records import EngineSettings
 from workers.engine import gate
@@ -95,6 +95,22 @@ def test_a_model_that_is_silently_wrong_when_packed_is_refused(tmp_path: Path) -
     reason = refused(save(tmp_path, "bert", **settings))
     assert "differs" in reason
     assert "vLLM" in reason
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_passes_in_bfloat16_with_packed_products(tmp_path: Path, family: str) -> None:
+    engine = load_engine("s3", save_tiny_model(family, tmp_path), EngineSettings(dtype="bfloat16"), 1)
+    assert engine.info.dtype == "bfloat16"
+
+
+def test_what_a_model_raises_when_packed_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    assert "ValueError: no such luck" in refused(save_tiny_model("llama", tmp_path))
 
 
 def test_the_cache_is_sized_from_the_real_shapes(tmp_path: Path) -> None:
