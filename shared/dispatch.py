@@ -38,6 +38,7 @@ from shared.settings import Settings
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+RELEASE_DELAY_S = 0.005  # a release waits this long for company; an attach takes along what waits
 TTL_MARGIN_S = 60
 WAKE_QUIET_S = 1.0  # a version that was heard of this recently needs no wake hint
 
@@ -79,14 +80,17 @@ class Stream:
         Raises StopAsyncIteration once the stream is complete, or the HeadraceError that ended it.
         """
         if not self._deltas and not self.ended:
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if timeout is None else loop.call_later(timeout, self._wake)
             try:
-                async with asyncio.timeout(timeout):
-                    await self._waiter
-            except TimeoutError:
-                return []
+                await self._waiter
             finally:
                 self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+            if not self._deltas and not self.ended:
+                return []
         if self._deltas:
             deltas = list(self._deltas)
             self._deltas.clear()
@@ -103,6 +107,10 @@ class Stream:
     def deliver(self, part: Deliver) -> None:
         if part.usage is not None:
             self.usage = part.usage
+        if len(part.ids) == 1:
+            self._deltas.append(Delta(part.choice, part.ids, part.text[0], part.logprobs, part.finish))
+            self._wake()
+            return
         last = len(part.ids) - 1
         for index, token in enumerate(part.ids):
             logprobs = part.logprobs[index : index + 1] if part.logprobs is not None else None
@@ -246,6 +254,7 @@ class Dispatcher:
                 case SendAttach():
                     if action.worker is not None:
                         self._queue(action.worker, action.attach)
+                        self._outgoing_wake.set()
                     else:
                         data = wire.encode(wire.ToWorker([action.attach]))
                         self._do(self._publish(subjects.attach_broadcast(stream.model, stream.version), data))
@@ -270,8 +279,9 @@ class Dispatcher:
             self._queue(action.worker, action.release)
 
     def _queue(self, worker: str, item: wire.Attach | wire.Release) -> None:
+        if not self._outgoing:
+            asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._outgoing_wake.set)
         self._outgoing.setdefault(worker, []).append(item)
-        self._outgoing_wake.set()
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.rid, None)

@@ -73,7 +73,11 @@ class Puller:
         return sum(pull.left for pull in self._pulls.values())
 
     def pump(self) -> None:
-        self._wake.set()
+        """Credit may have grown: pull once what came back is worth a message of its own."""
+        if not self._wake.is_set():
+            outstanding = self.outstanding
+            if self._free() - outstanding > outstanding // 4:
+                self._wake.set()
 
     def _reset(self) -> None:
         self._pulls.clear()

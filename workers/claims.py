@@ -307,7 +307,8 @@ class ClaimTable:
                 if claim.calling:
                     self._accept(claim, actions)
                 self._terminals(claim, actions)
-        for rid, (_, until) in list(self._kept.items()):
+        while self._kept:
+            rid, (_, until) = next(iter(self._kept.items()))  # the oldest
             if now < until:
                 break
             self._forget_kept(rid)

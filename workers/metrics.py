@@ -1,12 +1,15 @@
 """A worker's /metrics: vLLM's names, so that dashboards and autoscalers made for it work, and Headrace's own."""
 
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from workers.engine.request import Engine
 
@@ -40,6 +43,25 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._values, total)
             yield counter
+
+
+class TokenHistogram(Collector):
+    """A histogram for one set of labels. A value costs one bisection: it is taken for every token."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: list[str]) -> None:
+        self._name, self._text, self._bounds, self._values = name, text, bounds, labels
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        family = HistogramMetricFamily(self._name, self._text, labels=LABELS)
+        family.add_metric(self._values, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+        yield family
 
 
 class WorkerMetrics:
@@ -108,8 +130,10 @@ class WorkerMetrics:
             self._server.server_close()
             self._thread.join()
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, LABELS, registry=self.registry, buckets=buckets).labels(*self._values)
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> TokenHistogram:
+        histogram = TokenHistogram(name, text, bounds, self._values)
+        self.registry.register(histogram)
+        return histogram
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, LABELS, registry=self.registry).labels(*self._values)
