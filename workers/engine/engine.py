@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shared.errors import ContextLength, EngineFailed
+from shared.errors import EngineFailed, HeadraceError
 from shared.wire import Input, Logprob, Sampling
 from workers.engine.blocks import BlockPool
 from workers.engine.checks import check_ids, check_length, check_sampling
@@ -170,7 +170,7 @@ class BatchEngine:
             run = Run(request, length_max, self._text)
         except Exception as error:
             log.warning("run %s cannot begin: %s", request.key, error, exc_info=True)
-            code = error.code if isinstance(error, ContextLength) else EngineFailed.code
+            code = error.code if isinstance(error, HeadraceError) else EngineFailed.code
             events.append(TokenEvent(key=request.key, choice=0, error=(code, str(error))))
             return
         self._runs[request.key] = run
@@ -186,6 +186,8 @@ class BatchEngine:
     def _length_max(self, request: EngineRequest) -> int:
         prompt_tokens = len(request.prompt_ids)
         assert prompt_tokens > 0, "an empty prompt"
+        for ids in (request.prompt_ids, *request.prefix):  # on a GPU one wrong id would end the process
+            check_ids(ids, self._text.vocabulary_size, "prompt")
         check_length(prompt_tokens, request.sampling.max_tokens, self.info.max_model_len)
         wanted = request.sampling.max_tokens or self._max_tokens_default or self.info.max_model_len
         return min(prompt_tokens + wanted, self.info.max_model_len)

@@ -19,6 +19,8 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings that look at the longest position of the whole packed batch: one sequence would change the others.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 PROMPT_TOKENS = (24, 23, 21)  # more than one block
+CHUNKS = ((16, 16, 16), (7, 6, 4), (1, 1, 1))  # of each prompt in each step
+STEP_TOKENS_MAX = max(map(sum, CHUNKS))
 BLOCKS = 6
 BLOCK_TABLES = ([4, 1], [0, 2], [5, 3])  # not contiguous
 ERROR_MAX = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.25}  # relative to the spread of the logits
@@ -93,9 +95,9 @@ def compare(model: Any, runner: TorchRunner, reference: torch.Tensor, dtype: tor
     prompt = prompt_ids(model.get_input_embeddings().num_embeddings)
     sequences = [_sequence(prompt[:length], blocks) for length, blocks in zip(PROMPT_TOKENS, BLOCK_TABLES, strict=True)]
     with _refusing(model, "a packed forward in chunks"):
-        for counts in ((16, 16, 16), (7, 6, 4)):
-            runner.forward(StepPlan([_advance(each, count) for each, count in zip(sequences, counts, strict=True)]))
-        logits = runner.forward(StepPlan([_advance(each, 1) for each in sequences])).float()
+        for counts in CHUNKS:
+            plan = StepPlan([_advance(each, count) for each, count in zip(sequences, counts, strict=True)])
+            logits = runner.forward(plan).float()
     spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
     error = ((logits - reference).norm(dim=-1) / spread).max().item()
     if not error <= ERROR_MAX[dtype]:

@@ -31,6 +31,10 @@ def load_engine(source: str, directory: Path | None, settings: EngineSettings, t
     `source` is "sim:<profile>", or anything else for a model whose files (Hugging Face layout, safetensors) are in
     `directory`. `threads` is for torch on the CPU; 0: the cores this process may use. Blocking, seconds. Raises LoadRefused.
     """
+    for name in ("max_model_len", "slots", "kv_blocks", "prefill_chunk"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise LoadRefused(f"{name} must be at least 1, not {value}")
     import_engine(source)
     if source.startswith(SIMULATED):
         from workers.engine.sim import load_simulated

@@ -72,9 +72,8 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     text = HuggingFaceText(tokenizer, reference.shape[-1], _end_ids(model, tokenizer))
     current = Current()
     slots = settings.slots or (SLOTS_CPU if device.type == "cpu" else SLOTS_CUDA)
-    runner = TorchRunner(
-        model, current, Packer(slots + settings.prefill_chunk, device), Sampler(text.end_ids, text.token_bytes)
-    )
+    packer = Packer(max(slots + settings.prefill_chunk, gate.STEP_TOKENS_MAX), device)
+    runner = TorchRunner(model, current, packer, Sampler(text.end_ids, text.token_bytes))
     with phases("check"):
         _attach(shapes, current, gate.BLOCKS, dtype, device)
         gate.compare(model, runner, reference, dtype)
@@ -116,7 +115,7 @@ def _config(directory: Path) -> Any:
 def _max_model_len(settings: EngineSettings, config: Any) -> int:
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     wanted = settings.max_model_len or own
-    if not wanted or wanted < 1:
+    if not wanted:
         raise LoadRefused("the model's configuration names no maximum length: set max_model_len")
     if own and wanted > own:
         raise LoadRefused(f"max_model_len is {wanted}, and the model's own limit {own}")

@@ -50,7 +50,7 @@ class Outcome:
 class Driver:
     """An engine on an event loop, and what became of each run."""
 
-    def __init__(self, engine: BatchEngine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.outcomes: dict[str, Outcome] = {}
         self.on_step: Callable[[list[TokenEvent]], None] | None = None
@@ -94,7 +94,7 @@ class Driver:
         self.engine._scheduler.check()
 
 
-def run_all(engine: BatchEngine, *requests: EngineRequest) -> list[Outcome]:
+def run_all(engine: Any, *requests: EngineRequest) -> list[Outcome]:
     """Submit all at once, wait for all ends and for the idle engine, stop it."""
 
     async def main() -> list[Outcome]:

@@ -249,6 +249,8 @@ def test_text_that_fails_ends_its_own_run_only() -> None:
         ([1] * 250, {"max_tokens": 7}, "context_length_exceeded"),
         ([1] * 256, {"max_tokens": None}, "context_length_exceeded"),
         ([], {}, "engine_failed"),
+        ([len(WORDS)], {}, "invalid_request"),
+        ([1], {"prefix": [[2, -1]]}, "invalid_request"),
     ],
 )
 def test_what_can_never_run_is_refused_at_submit(prompt: list[int], sampling: dict[str, Any], code: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_driver import request, run_all
 from tiny_models import FAMILIES, GROUPED, SIZES, save_byte_tokenizer, save_tiny_model
 
 from shared.records import EngineSettings
@@ -140,6 +141,17 @@ def test_more_length_than_the_model_has_is_refused(tiny: Path) -> None:
     reason = refused(tiny, EngineSettings(max_model_len=1000))
     assert "1000" in reason
     assert "256" in reason
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "slots", "kv_blocks", "prefill_chunk"])
+def test_sizes_below_one_are_refused(tiny: Path, name: str) -> None:
+    assert f"{name} must be at least 1, not 0" in refused(tiny, EngineSettings(**{name: 0}))
+
+
+def test_the_smallest_sizes_load(tiny: Path) -> None:
+    settings = EngineSettings(dtype="float32", slots=1, prefill_chunk=1, kv_blocks=1)
+    (outcome,) = run_all(load_engine("s3", tiny, settings, 1), request("a", [1, 2, 3], max_tokens=13))
+    assert outcome.usage is not None
 
 
 @pytest.mark.parametrize(
