@@ -71,7 +71,7 @@ def objects(directory: Path, ports: ObjectPorts, access_key: str, secret_key: st
     """SeaweedFS with an S3 door that accepts only the given keys (empty: anybody), its volumes in `directory`.
 
     The keys travel in the environment, where other users of the machine cannot read them. GOMEMLIMIT holds its memory
-    after large puts. Two of its sockets can be named, relative to its directory; `object_sockets` lists the others.
+    after large puts; at 192 MiB and below its garbage collector takes a tenth of a core for ever. Two of its sockets can be named, relative to its directory; `object_sockets` lists the others.
     """
     directory.mkdir(parents=True, exist_ok=True)
     argv = [
@@ -94,7 +94,7 @@ def objects(directory: Path, ports: ObjectPorts, access_key: str, secret_key: st
         "-admin.ui=false",
         "-master.telemetry=false",
     ]
-    env = {"GOMEMLIMIT": "192MiB"}
+    env = {"GOMEMLIMIT": "320MiB"}
     if access_key:
         env |= {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
     return Server(name="objects", argv=argv, env=env, directory=str(directory), url=f"http://{HOST}:{ports.s3}")
