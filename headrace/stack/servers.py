@@ -70,8 +70,9 @@ def nats(directory: Path, port: int) -> Server:
 def objects(directory: Path, ports: ObjectPorts, access_key: str, secret_key: str) -> Server:
     """SeaweedFS with an S3 door that accepts only the given keys (empty: anybody), its volumes in `directory`.
 
-    The keys travel in the environment, where other users of the machine cannot read them. GOMEMLIMIT holds its memory
-    after large puts; at 192 MiB and below its garbage collector takes a tenth of a core for ever. Two of its sockets can be named, relative to its directory; `object_sockets` lists the others.
+    The keys travel in the environment, where other users of the machine cannot read them. GOMEMLIMIT holds its memory after
+    large puts; at 192 MiB and below its garbage collector takes a tenth of a core for ever. Two of its sockets can be named,
+    relative to its directory; `object_sockets` lists the others.
     """
     directory.mkdir(parents=True, exist_ok=True)
     argv = [
