@@ -34,6 +34,8 @@ class LayerShape:
     heads: int
     key_dim: int
     value_dim: int
+    query_heads: int
+    special: bool  # its attention has a softcap or sinks
 
 
 def refuse_by_config(config: Any, max_model_len: int | None) -> None:
@@ -93,7 +95,10 @@ def reference_logits(model: Any) -> torch.Tensor:
 def compare(model: Any, runner: TorchRunner, reference: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise LoadRefused unless `runner`, packed, paged and in chunks, computes what the model computes."""
     prompt = prompt_ids(model.get_input_embeddings().num_embeddings)
-    sequences = [_sequence(prompt[:length], blocks) for length, blocks in zip(PROMPT_TOKENS, BLOCK_TABLES, strict=True)]
+    sequences = [
+        _sequence(slot, prompt[:length], blocks)
+        for slot, (length, blocks) in enumerate(zip(PROMPT_TOKENS, BLOCK_TABLES, strict=True))
+    ]
     with _refusing(model, "a packed forward in chunks"):
         for counts in CHUNKS:
             plan = StepPlan([_advance(each, count) for each, count in zip(sequences, counts, strict=True)])
@@ -118,7 +123,8 @@ class _Probe(Layer):
         self._shapes = shapes
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> torch.Tensor:
-        self._shapes.append(LayerShape(self._module, k.shape[0], k.shape[2], v.shape[2]))
+        special = variant.softcap is not None or variant.sinks is not None
+        self._shapes.append(LayerShape(self._module, k.shape[0], k.shape[2], v.shape[2], q.shape[0], special))
         return q.new_zeros((q.shape[1], q.shape[0], v.shape[2]))
 
 
@@ -138,8 +144,8 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return nested or [found]
 
 
-def _sequence(tokens: list[int], blocks: list[int]) -> Sequence:
-    return Sequence("gate", "gate", 0, Sampling(), tokens, len(tokens), len(tokens) + 1, blocks=blocks)
+def _sequence(slot: int, tokens: list[int], blocks: list[int]) -> Sequence:
+    return Sequence("gate", "gate", 0, Sampling(), tokens, len(tokens), len(tokens) + 1, blocks=blocks, slot=slot)
 
 
 def _advance(sequence: Sequence, count: int) -> Slice:
