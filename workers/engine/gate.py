@@ -36,6 +36,7 @@ class LayerShape:
     value_dim: int
     query_heads: int
     special: bool  # its attention has a softcap or sinks
+    window: int | None = None  # positions that a query sees; None: all
 
 
 def refuse_by_config(config: Any, max_model_len: int | None) -> None:
@@ -78,7 +79,28 @@ def probe(model: Any, layers: int) -> list[LayerShape]:
         model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
     if len({id(shape.module) for shape in shapes}) != len(shapes) or len(shapes) != layers:
         raise LoadRefused(f"{no_interface(_name(model))} ({len(shapes)} calls in {layers} layers)")
+    _check_windows(model, shapes)
     return shapes
+
+
+def _check_windows(model: Any, shapes: list[LayerShape]) -> None:
+    """Raise LoadRefused if layers have a window that they express by a mask, of which our attention sees nothing.
+
+    The comparison of logits cannot tell: its prompt is shorter than most windows.
+    """
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        expected = sum(kind == "sliding_attention" for kind in kinds)
+    else:
+        windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+        expected = len(shapes) if windowed else 0
+    seen = sum(shape.window is not None for shape in shapes)
+    if seen < expected:
+        raise LoadRefused(
+            f"{expected} layers of {_name(model)} have a sliding window, and only {seen} of them ask the attention for it;"
+            f" {OTHER_ENGINE}"
+        )
 
 
 def reference_logits(model: Any) -> torch.Tensor:
@@ -124,7 +146,8 @@ class _Probe(Layer):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> torch.Tensor:
         special = variant.softcap is not None or variant.sinks is not None
-        self._shapes.append(LayerShape(self._module, k.shape[0], k.shape[2], v.shape[2], q.shape[0], special))
+        sizes = (k.shape[0], k.shape[2], v.shape[2], q.shape[0])
+        self._shapes.append(LayerShape(self._module, *sizes, special, variant.window))
         return q.new_zeros((q.shape[1], q.shape[0], v.shape[2]))
 
 

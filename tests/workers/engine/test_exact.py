@@ -1,38 +1,37 @@
 """Token-exact against `model.generate(do_sample=False)`, whatever the chunks, the memory, the neighbours and the resume."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_driver import Driver, rebuilt, request, run_all
-from tiny_models import FAMILIES, save_tiny_model
+from tiny_models import FAMILIES, build_tiny_model, save_byte_tokenizer
 
 from shared.records import EngineSettings
 from workers.engine.engine import BatchEngine
 from workers.engine.load import load_engine
 from workers.engine.request import TokenEvent
 
-OUTPUT = 40
+OUTPUT = 32
 PROMPTS = [
     [(31 * position + 7 * index) % 250 for position in range(length)] for index, length in enumerate((37, 5, 18, 1))
 ]
 
 
 class Family:
-    """An engine in float32, and what the model itself generates for each of the prompts."""
+    """A family's files, an engine of them in float32, and what the model itself generates for each of the prompts."""
 
-    def __init__(self, engine: BatchEngine, expected: list[list[int]]) -> None:
-        self.engine = engine
+    def __init__(self, directory: Path, expected: list[list[int]]) -> None:
+        self.directory = directory
+        self.engine = load_engine("s3", directory, EngineSettings(dtype="float32"), 1)
         self.expected = expected
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    from transformers import AutoModelForCausalLM
-
-    directory = save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = build_tiny_model(request.param)
     expected = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -40,7 +39,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=OUTPUT, pad_token_id=0)
         expected.append(out[0, len(prompt) :].tolist())
     assert len({tuple(each) for each in expected}) == len(expected), "the prompts must make a difference"
-    return Family(load_engine("s3", directory, EngineSettings(dtype="float32"), 1), expected)
+    directory = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(directory)
+    save_byte_tokenizer(directory)
+    return Family(directory, expected)
 
 
 def requests() -> list[Any]:
@@ -82,14 +84,25 @@ def test_cancelled_neighbours_change_nothing(family: Family) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("done", [1, 17, OUTPUT - 1])
-def test_a_resumed_prefix_goes_on_as_if_nothing_had_happened(family: Family, done: int) -> None:
-    resumed = [
-        request(str(index), prompt, max_tokens=OUTPUT, prefix=[family.expected[index][:done]])
-        for index, prompt in enumerate(PROMPTS)
-        if len(family.expected[index]) == OUTPUT
+def test_a_resumed_prefix_goes_on_as_if_nothing_had_happened(family: Family) -> None:
+    resumed = {
+        f"{index} after {done}": (index, done)
+        for index in range(len(PROMPTS))
+        for done in (1, 17, OUTPUT - 1)
+        if done < len(family.expected[index])
+    }
+    outcomes = run_all(
+        rebuilt(family.engine, prefill_chunk=7),
+        *(
+            request(key, PROMPTS[index], max_tokens=OUTPUT, prefix=[family.expected[index][:done]])
+            for key, (index, done) in resumed.items()
+        ),
+    )
+    assert len(outcomes) >= 8
+    assert [outcome.ids[0] for outcome in outcomes] == [
+        family.expected[index][done:] for index, done in resumed.values()
     ]
-    outcomes = run_all(rebuilt(family.engine, prefill_chunk=7), *resumed)
-    expected = [each[done:] for each in family.expected if len(each) == OUTPUT]
-    assert expected
-    assert [outcome.ids[0] for outcome in outcomes] == expected
+
+
+def test_the_family_passes_the_gate_in_bfloat16_with_packed_products(family: Family) -> None:
+    assert load_engine("s3", family.directory, EngineSettings(dtype="bfloat16"), 1).info.dtype == "bfloat16"

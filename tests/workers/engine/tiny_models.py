@@ -20,11 +20,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": GROUPED,
     "gpt_oss": GROUPED
     | {"head_dim": 8, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None},
+    "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": GROUPED | {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": GROUPED  # keys of 16 numbers and values of 12
+    | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    | {"v_head_dim": 12, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_routed_experts": 4}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "gemma": GROUPED | {"head_dim": 8},
+    "phi": GROUPED,
+    "olmo2": GROUPED,
+    "granite": GROUPED | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
+    "cohere": GROUPED,
+    "cohere2": GROUPED | {"head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "starcoder2": GROUPED | {"sliding_window": 10},
+    "opt": SIZES | {"ffn_dim": 48, "max_position_embeddings": 256, "word_embed_proj_dim": 32},
+    "nemotron": GROUPED | {"head_dim": 8},
+    "smollm3": GROUPED | {"no_rope_layers": [1, 0]},
+    "glm4": GROUPED | {"head_dim": 8},
 }
 
 
 def save_tiny_model(family: str, directory: Path, **changes: Any) -> Path:
     """A model with random weights and a byte-level tokenizer, in `directory`."""
+    build_tiny_model(family, **changes).save_pretrained(directory)
+    save_byte_tokenizer(directory)
+    return directory
+
+
+def build_tiny_model(family: str, **changes: Any) -> Any:
+    """A model with random weights, the same each time."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -35,9 +59,7 @@ def save_tiny_model(family: str, directory: Path, **changes: Any) -> Path:
     torch.manual_seed(20)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.generation_config.eos_token_id = 256
-    model.save_pretrained(directory)
-    save_byte_tokenizer(directory)
-    return directory
+    return model.eval()
 
 
 def save_byte_tokenizer(directory: Path, chat_template: str | None = None) -> None:
