@@ -30,6 +30,15 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
+class Grammar(msgspec.Struct, omit_defaults=True):
+    """What an output must be. `body` is of the kind: a JSON schema, a regular expression, a JSON list of strings, a grammar
+    (EBNF as llama.cpp has it, or Lark); any JSON object has none."""
+
+    kind: str  # json_schema | json_object | regex | choice | grammar
+    body: str = ""
+    strict: bool = True  # of a schema: refuse keywords that cannot be enforced; else leave them out
+
+
 class Sampling(msgspec.Struct, omit_defaults=True):
     """How to choose tokens. The requester fixes `seed` at admission, so that any worker draws the same tokens."""
 
@@ -49,6 +58,14 @@ class Sampling(msgspec.Struct, omit_defaults=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None  # None: none; k >= 0: of the chosen token and of the k most likely
+    echo: bool = False  # the tokens of each choice begin with those of the prompt
+    prompt_logprobs: int | None = None  # with `echo`: of the prompt's tokens, as `logprobs` of the others
+    grammar: Grammar | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether tokens come with log probabilities."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):
@@ -86,12 +103,13 @@ class TopLogprob(msgspec.Struct, array_like=True, gc=False):
 
 
 class Logprob(msgspec.Struct, array_like=True):
-    """Of one output token: its own log probability and the most likely ones, best first."""
+    """Of one token: its own log probability and the most likely ones, best first."""
 
     id: int
-    logprob: float
+    logprob: float | None  # None: of the prompt's first token
     bytes: bytes
     top: list[TopLogprob] = []
+    special: bool = False  # it adds nothing to the text, whatever its bytes
 
 
 class Usage(msgspec.Struct, array_like=True, gc=False):
