@@ -57,7 +57,10 @@ class RequesterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What a requester that takes over has: all ids per choice, or only a position and a digest per choice."""
+    """What a requester that takes over has: all ids per choice, or only a position and a digest per choice.
+
+    With digests it is delivered everything from the first token on: a generation that meets them.
+    """
 
     ids: list[list[int]] | None = None
     next: list[int] | None = None
@@ -77,9 +80,9 @@ class _Choice:
 
     __slots__ = ("finished", "ids", "next")
 
-    def __init__(self, ids: list[int] | None, position: int) -> None:
-        self.ids: list[int] = ids or []
-        self.next = position  # equals len(ids) once the ids are known
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.next = len(ids)
         self.finished = False
 
 
@@ -125,13 +128,12 @@ class Requester:
         self.duplicates = 0  # tokens trimmed
         self._claims: set[str] = set()
 
-        self._choices = [_Choice(None, 0) for _ in range(choices)]
-        self._digest: list[str] | None = None  # set: only positions are known, no ids
+        self._choices = [_Choice([]) for _ in range(choices)]
+        self._known: Known | None = None  # set: some choice has not met its digest yet
         if known is not None and known.ids is not None:
-            self._choices = [_Choice(list(ids), len(ids)) for ids in known.ids]
+            self._choices = [_Choice(list(ids)) for ids in known.ids]
         elif known is not None and known.next and any(known.next):
-            self._choices = [_Choice(None, position) for position in known.next]
-            self._digest = known.digest or []
+            self._known = known
         self._unfinished = choices
         self._usage: Usage | None = None
 
@@ -150,7 +152,7 @@ class Requester:
         self._copies = 0
         self._hold_until = -NEVER
         self._seen = False  # some worker has spoken of this request
-        self._unseen = False  # the client left, it may come back elsewhere
+        self._left = False  # the client left, it may come back
         self._leave_at = NEVER
         self._deadline = limits.queue_deadline
         self._accepted_at: float | None = None
@@ -179,11 +181,17 @@ class Requester:
 
     # -- the broker ----------------------------------------------------------------------------------------------------
 
-    def published(self, seq: int, now: float) -> list[Action]:
-        """The publish ack, of the first publish or of a `Republish`."""
+    def published(self, seq: int, now: float, shared: bool = False) -> list[Action]:
+        """The publish ack, of the first publish or of a `Republish`.
+
+        `shared`: it was there already, and perhaps of another requester, which alone is told of claims.
+        """
         self._publishing = False
         if self.ended:
-            return [DeleteMessage(seq)] if self._delete_late else []
+            return [DeleteMessage(seq)] if self._delete_late and not shared else []
+        if shared and self.publisher:
+            self.publisher = False
+            self._seek_at = min(self._seek_at, now)
         if self.seq is None or self.worker is None:
             self.seq = seq
             self._gone = False
@@ -255,8 +263,6 @@ class Requester:
         if first and not self.publisher:
             self._deadline = now + item.remaining_ms / 1000  # the clock that was started for whoever came before
         self._answered(worker, now)
-        if self._digest is not None:
-            self._learn(item.ids, actions)
         return self._changed(actions)
 
     def wait(self, worker: str, item: Wait, now: float) -> list[Action]:
@@ -292,7 +298,7 @@ class Requester:
             self._dead.add(worker)
             self._plain = False
         if len(self._dead) >= self.limits.deaths_max:
-            message = f"the request ended {len(self._dead)} workers without a token"
+            message = f"the request ended {len(self._dead)} workers without a token: {', '.join(sorted(self._dead))}"
             if self.has_body:
                 actions.append(DeadLetter(message))
             self._end(Poisoned(message), actions)
@@ -304,20 +310,19 @@ class Requester:
 
     # -- the client, the version, the own connection ---------------------------------------------------------------------
 
-    def cancel(self, now: float) -> list[Action]:
-        """The client asked for it, or left for good."""
+    def cancel(self, now: float, everybody: bool = False) -> list[Action]:
+        """The client asked for it, or left for good. `everybody`: it is cancelled for whoever else shares it, too."""
         actions: list[Action] = []
         if not self.ended:
-            self._end(Cancelled("the request was cancelled"), actions)
+            self._end(Cancelled("the request was cancelled"), actions, everybody)
         return self._changed(actions)
 
     def client_left(self, now: float) -> list[Action]:
-        """The client is gone. If it may come back, elsewhere or with its key, go on unseen for the grace."""
+        """The client is gone. If it may come back, elsewhere or with its key, go on for the grace, delivering as before."""
         if not (self.resumable or self.keyed):
             return self.cancel(now)
-        if not self._unseen:
-            self._unseen = True
-            self._plain = False
+        if not self._left:
+            self._left = True
             self._leave_at = now + self.limits.orphan_grace_s
         return self._changed([])
 
@@ -399,6 +404,11 @@ class Requester:
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def _alone(self) -> bool:
+        """Whether nobody else can be waiting for the request."""
+        return self.publisher and not (self.keyed or self._left)
+
     def _mine(self, item: Frame | Ok) -> bool:
         return item.sid == self.sid and self.claim in (None, item.claim)
 
@@ -446,9 +456,9 @@ class Requester:
         self._seek_at = now + self.limits.seek_every_s
 
     def _build_attach(self) -> Attach:
-        if self._digest is None:
+        if self._known is None:
             return Attach(self.rid, self.sid, self.reply, [list(choice.ids) for choice in self._choices])
-        return Attach(self.rid, self.sid, self.reply, None, [choice.next for choice in self._choices], self._digest)
+        return Attach(self.rid, self.sid, self.reply, None, self._known.next, self._known.digest)
 
     def _attach(self, now: float, actions: list[Action]) -> None:
         self.sid = new_id()
@@ -463,17 +473,18 @@ class Requester:
             self._served.add(worker)
             self._plain = False
 
-    def _learn(self, ids: list[list[int]], actions: list[Action]) -> None:
-        """The ids before this requester's position, of which it had digests."""
-        digests = [digest(part) for part in ids]
-        if digests != self._digest or any(
-            len(part) != choice.next for part, choice in zip(ids, self._choices, strict=True)
-        ):
-            self._end(Diverged("the stream that was to be resumed is not the one that the worker has"), actions)
-            return
-        for part, choice in zip(ids, self._choices, strict=True):
-            choice.ids = part
-        self._digest = None
+    def _meets(self, at: int) -> bool:
+        """Whether choice `at` is still what a digest said of it. The worker has compared it too: this is the proof."""
+        if self._known is None or self._known.next is None or self._known.digest is None:
+            return True
+        choice, position = self._choices[at], self._known.next[at]
+        if len(choice.ids) < position:
+            return not choice.finished
+        if digest(choice.ids[:position]) != self._known.digest[at]:
+            return False
+        if all(each.next >= needed for each, needed in zip(self._choices, self._known.next, strict=True)):
+            self._known = None
+        return True
 
     def _frame(self, worker: str, frame: Frame, now: float) -> list[Action]:
         if self.ended or not self._mine(frame):
@@ -486,8 +497,8 @@ class Requester:
             self._end(by_code(frame.error.code, frame.error.message, frame.error.param), actions)
         elif not 0 <= frame.choice < len(self._choices):
             pass  # not a choice of ours: a defect of the worker, and the silence will tell
-        elif self._digest is not None or frame.index > self._choices[frame.choice].next:
-            self._attach(now, actions)  # a gap; without the ids before it nothing can be resumed later
+        elif frame.index > self._choices[frame.choice].next:
+            self._attach(now, actions)  # a gap
         else:
             self._take(worker, frame, actions)
         return self._changed(actions)
@@ -510,21 +521,25 @@ class Requester:
             choice.next += len(ids)
             self._served = {worker}
             self._dead.clear()
-            self._plain = not self._unseen
         if finish is not None:
             choice.finished = True
             self._unfinished -= 1
+        if not self._meets(frame.choice):
+            self._end(Diverged("the stream that was to be resumed is not the one that the worker has"), actions)
+            return
+        if ids and self._known is None:
+            self._plain = True
         self._usage = self._usage or usage
-        if (ids or finish or usage) and not self._unseen:
+        if ids or finish or usage:
             actions.append(Deliver(frame.choice, ids, text, logprobs, finish, usage))
         # After a resume the finish that carries the usage can be a repeated one, behind the last new one.
         if not self._unfinished and (self._usage is not None or len(self._choices) == 1):
             self._end(None, actions)
 
-    def _end(self, error: HeadraceError | None, actions: list[Action]) -> None:
+    def _end(self, error: HeadraceError | None, actions: list[Action], everybody: bool = False) -> None:
         if self.worker is not None:
             actions.append(SendRelease(self.worker, Release(self.rid, self.sid, self.reply, True)))
-        elif error is not None and self.publisher and not (self._seen or self.keyed or self._unseen):
+        elif error is not None and not self._seen and (everybody or self._alone):
             self._delete_late = self.seq is None
             if self.seq is not None:
                 actions.append(DeleteMessage(self.seq))

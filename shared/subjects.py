@@ -15,6 +15,7 @@ MODELS_BUCKET = "models"
 ROUTES_BUCKET = "routes"
 WORKERS_BUCKET = "workers"
 INGRESSES_BUCKET = "ingresses"
+IDEMPOTENCY_BUCKET = "idempotency"
 
 INGRESS_OWNER = "ingress"
 LOCAL_TENANT = "local"
@@ -101,6 +102,10 @@ def worker_drain(worker: str) -> str:
 def attach_broadcast(model: str, version: str) -> str:
     """Where attach reaches every worker of a version."""
     return f"ctl.model.{encode_token(model)}.{encode_token(version)}.attach"
+
+
+FIND = "ctl.requests.find"  # who has a request? Ingresses and workers answer
+CANCEL = "ctl.requests.cancel"  # end a request for everybody, wherever it is
 
 
 def wake(model: str, version: str) -> str:

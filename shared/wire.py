@@ -94,6 +94,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     version: str
     input: Input
     sampling: Sampling = msgspec.field(default_factory=Sampling)
+    framing: bytes = b""  # what another requester needs to know to go on with the answer; workers do not look into it
 
 
 class TopLogprob(msgspec.Struct, array_like=True, gc=False):
@@ -156,17 +157,13 @@ class Frame(msgspec.Struct, tag="f", array_like=True):
 
 
 class Ok(msgspec.Struct, tag="o", array_like=True):
-    """Answer to attach: this claim sends to `sid` from the attach's next on.
-
-    `ids` are those before it, per choice, where the attach gave a digest of them; else it is empty.
-    """
+    """Answer to attach: this claim sends to `sid` what follows the attach's ids; if it gave a digest, all from 0 on."""
 
     rid: str
     claim: str
     sid: str
     seq: int
     ack: str
-    ids: list[list[int]]
     remaining_ms: int  # of the generation deadline
 
 
@@ -196,8 +193,8 @@ class FromWorker(msgspec.Struct, array_like=True):
 class Attach(msgspec.Struct, tag="t", array_like=True):
     """Send me this request's tokens from my own next, under the fresh `sid`.
 
-    `ids` (per choice) is all that the requester has; a requester that only knows a position (Last-Event-ID) gives
-    `next` and `digest` (per choice) instead and leaves `ids` None.
+    `ids` (per choice) is all that the requester has. A requester that only knows a position (Last-Event-ID) gives
+    `next` and `digest` (per choice) instead, leaves `ids` None, and is sent everything of a generation that meets them.
     """
 
     rid: str
@@ -221,11 +218,33 @@ class ToWorker(msgspec.Struct, array_like=True):
     items: list[Attach | Release]
 
 
+# -- about a request, as a core request to everybody who may have it ---------------------------------------------------
+
+
+class About(msgspec.Struct, array_like=True):
+    """Which request is meant, and for whom. Who does not have it says nothing."""
+
+    rid: str
+    tenant: str
+
+
+class Found(msgspec.Struct, array_like=True):
+    """Answer to a find: the request without its input, and where its message is, or was."""
+
+    seq: int
+    request: Request
+
+
+CANCELLED, FINISHED = b"cancelled", b"finished"  # answers to a cancel
+
+
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_request_msgpack = msgspec.msgpack.Decoder(Request).decode
+decode_about = msgspec.msgpack.Decoder(About).decode
+decode_found = msgspec.msgpack.Decoder(Found).decode
 decode_request_json = msgspec.json.Decoder(Request).decode
 
 

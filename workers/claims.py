@@ -10,8 +10,24 @@ All times are monotonic seconds. A run is one generation in the engine: `Start` 
 import msgspec
 
 from shared import subjects
-from shared.errors import Diverged, GenerationDeadline
-from shared.wire import Accepted, Attach, Frame, Input, No, Ok, Release, Request, Wait, WireError, new_id
+from shared.errors import Cancelled, Diverged, GenerationDeadline
+from shared.wire import (
+    CANCELLED,
+    FINISHED,
+    About,
+    Accepted,
+    Attach,
+    Found,
+    Frame,
+    Input,
+    No,
+    Ok,
+    Release,
+    Request,
+    Wait,
+    WireError,
+    new_id,
+)
 from workers.engine.request import TokenEvent
 from workers.history import History, Match, positions_of
 
@@ -244,6 +260,33 @@ class ClaimTable:
                     self._lose(claim, now)
         return []
 
+    # -- anybody of the tenant -----------------------------------------------------------------------------------------
+
+    def find(self, about: About) -> Found | None:
+        """The request of that rid, its input left out; None: not here."""
+        claim = self._claims.get(about.rid)
+        if claim is None and about.rid in self._kept:
+            claim = self._kept[about.rid][0]
+        if claim is None or claim.delivery.tenant != about.tenant:
+            return None
+        return Found(claim.seq, msgspec.structs.replace(claim.delivery.request, input=Input()))
+
+    def cancel(self, about: About, now: float) -> tuple[bytes, list[Action]]:
+        """End a request for everybody: what it has come to (b"": it is not here), and the actions."""
+        actions: list[Action] = []
+        claim = self._claims.get(about.rid)
+        if claim is None:
+            kept = self._kept.get(about.rid)
+            return FINISHED if kept is not None and kept[0].delivery.tenant == about.tenant else b"", actions
+        if claim.delivery.tenant != about.tenant:
+            return b"", actions
+        if claim.ended:
+            return FINISHED if claim.error is None else CANCELLED, actions
+        if claim.run:
+            actions.append(Abort(claim.run))
+        self._fail(claim, WireError(Cancelled.code, "the request was cancelled"), now, actions)
+        return CANCELLED, actions
+
     # -- the engine ----------------------------------------------------------------------------------------------------
 
     def tokens(self, events: list[TokenEvent], now: float) -> list[Action]:
@@ -261,7 +304,7 @@ class ClaimTable:
                 if subscriber.awaiting is not None:
                     self._settle(claim, reply, subscriber, subscriber.awaiting, now, actions)
                     continue
-                if subscriber.error is not None:
+                if subscriber.error is not None or event.before is not None:
                     continue
                 frame = Frame(
                     claim.rid,
@@ -353,12 +396,12 @@ class ClaimTable:
         if match is Match.EXTENDS:
             self._subscribe(claim, attach, awaiting=False)
             self._serve(claim, attach, now, actions)
-        elif alone and attach.ids is not None:
+        elif alone and attach.ids is not None and match is not Match.UNTOLD:
             self._restart(claim, attach.ids, attach, now, actions)
-        elif alone and match is Match.UNTOLD:
+        elif alone and match is Match.LACKING:
             self._restart(claim, claim.history.before(positions_of(attach)), attach, now, actions)
-        elif match is Match.SHORTER:
-            # Another one is being served: it must not lose the text of what this one has and it has not.
+        elif match in (Match.SHORTER, Match.UNTOLD):
+            # Of a shorter one another is being served, and must not lose the text of what this one has and it has not.
             self._subscribe(claim, attach, awaiting=True)
             actions.append(Send(attach.reply, Wait(claim.rid, claim.id, attach.sid)))
         elif before is not None and before.error is not None:
@@ -393,15 +436,14 @@ class ClaimTable:
             claim.calling = False
 
     def _serve(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
-        """Grant the attach and send everything from its position on."""
+        """Grant the attach and send everything from its position on; from the first token, if it gave a digest."""
         history = claim.history
         if history is None:
             return
-        positions = positions_of(attach)
-        ids = history.before(positions) if attach.ids is None else []
+        positions = positions_of(attach) if attach.ids is not None else [0 for _ in history.choices]
         ack = claim.handles.get(claim.seq, "") if attach.reply.startswith(_TRUSTED) else ""
         left = max(claim.deadline - self.limits.deadline_margin_s - now, self.limits.deadline_margin_s)
-        actions.append(Send(attach.reply, Ok(claim.rid, claim.id, attach.sid, claim.seq, ack, ids, int(left * 1000))))
+        actions.append(Send(attach.reply, Ok(claim.rid, claim.id, attach.sid, claim.seq, ack, int(left * 1000))))
         actions += [Send(attach.reply, frame) for frame in history.frames(claim.rid, claim.id, attach.sid, positions)]
 
     def _settle(
@@ -412,12 +454,14 @@ class ClaimTable:
         if match is Match.EXTENDS:
             subscriber.awaiting = None
             self._serve(claim, attach, now, actions)
-        elif match is not Match.SHORTER and attach.ids is None:
+        elif match in (Match.SHORTER, Match.UNTOLD):
+            return
+        elif match is Match.DIFFERS and attach.ids is None:
             # A terminal like any other: repeated until it is released, for it may cross with the next attach.
             subscriber.awaiting = None
             subscriber.error = WireError(Diverged.code, "generating anew did not give the tokens that were sent before")
             actions.append(Send(reply, self._error_frame(claim, subscriber.sid, subscriber.error)))
-        elif match is not Match.SHORTER:
+        else:
             del claim.subscribers[reply]
             self._lose(claim, now)
             actions.append(Send(reply, No(claim.rid, attach.sid)))
@@ -436,7 +480,7 @@ class ClaimTable:
             self.holding += 1
         claim.runs += 1
         claim.run = f"{claim.id}.{claim.runs}"
-        claim.history = History(prefix)
+        claim.history = History(prefix, claim.delivery.request.sampling.logprobs is not None)
         self._runs[claim.run] = claim
         actions.append(Start(claim.run, claim.delivery.request, claim.delivery.tenant, prefix))
 

@@ -6,43 +6,50 @@ from shared.wire import Attach, Frame, Logprob, Usage, digest
 from workers.engine.request import TokenEvent
 
 FRAME_TOKENS_MAX = 256  # of one frame when a subscriber is brought up to date
+FRAME_SCORED_MAX = 32  # with log probabilities, of which a token can have twenty
 
 
 class Match(enum.Enum):
     """How a history relates to what an attaching requester has."""
 
     EXTENDS = "the requester's ids are a prefix of it: it can be served"
+    UNTOLD = "the ids match, but the run has not yet told the text of its prefix"
     SHORTER = "it is shorter than the requester's position, and nothing is known to differ"
+    LACKING = "the ids match, but the log probabilities of some that the requester lacks were never known here"
     DIFFERS = "it is another generation"
-    UNTOLD = "the ids match, but the text of some that the requester lacks was never known here"
 
 
 class Choice:
-    """One choice. A run that was started from a prefix knows the text of what came after the prefix only."""
+    """One choice. A run that was started from a prefix tells its text at once, its log probabilities never."""
 
-    __slots__ = ("base", "finish", "ids", "logprobs", "text")
+    __slots__ = ("base", "finish", "ids", "logprobs", "scored", "text")
 
-    def __init__(self, prefix: list[int]) -> None:
+    def __init__(self, prefix: list[int], scores: bool) -> None:
         self.ids = list(prefix)
-        self.base = len(prefix)  # text[0] and logprobs[0] belong to ids[base]
+        self.base = len(prefix)  # text[0] belongs to ids[base]
         self.text: list[str] = []
+        self.scored = len(prefix) if scores else 0  # logprobs[0] belongs to ids[scored]
         self.logprobs: list[Logprob] | None = None
         self.finish: str | None = None
 
     def match_ids(self, ids: list[int]) -> Match:
-        have = len(self.ids)
-        if have < len(ids):
+        have, position = len(self.ids), len(ids)
+        if have < position:
             return Match.SHORTER if self.finish is None and ids[:have] == self.ids else Match.DIFFERS
-        if self.ids[: len(ids)] != ids:
+        if self.ids[:position] != ids:
             return Match.DIFFERS
-        return Match.EXTENDS if len(ids) >= self.base else Match.UNTOLD
+        if position < self.scored:
+            return Match.LACKING
+        return Match.EXTENDS if position >= self.base else Match.UNTOLD
 
     def match_digest(self, position: int, expected: str) -> Match:
         if len(self.ids) < position:
             return Match.SHORTER if self.finish is None else Match.DIFFERS
         if digest(self.ids[:position]) != expected:
             return Match.DIFFERS
-        return Match.EXTENDS if position >= self.base else Match.UNTOLD
+        if position < self.scored:
+            return Match.LACKING
+        return Match.EXTENDS if self.base == 0 else Match.UNTOLD
 
 
 def positions_of(attach: Attach) -> list[int]:
@@ -57,8 +64,9 @@ class History:
 
     __slots__ = ("choices", "unfinished", "usage")
 
-    def __init__(self, prefix: list[list[int]]) -> None:
-        self.choices = [Choice(ids) for ids in prefix]
+    def __init__(self, prefix: list[list[int]], scores: bool) -> None:
+        """`scores`: log probabilities were asked for."""
+        self.choices = [Choice(ids, scores) for ids in prefix]
         self.unfinished = len(prefix)
         self.usage: Usage | None = None
 
@@ -70,6 +78,9 @@ class History:
         """Take in what a step added; the index of its first token."""
         choice = self.choices[event.choice]
         index = len(choice.ids)
+        if event.before is not None:
+            choice.text = event.before + choice.text
+            choice.base = 0
         choice.ids += event.ids
         choice.text += event.text
         if event.logprobs is not None:
@@ -87,7 +98,7 @@ class History:
         else:
             expected = zip(self.choices, attach.next or [], attach.digest or [], strict=True)
             found = [choice.match_digest(position, text) for choice, position, text in expected]
-        for worst in (Match.DIFFERS, Match.UNTOLD, Match.SHORTER):
+        for worst in (Match.DIFFERS, Match.LACKING, Match.SHORTER, Match.UNTOLD):
             if worst in found:
                 return worst
         return Match.EXTENDS
@@ -104,10 +115,12 @@ class History:
             end = len(choice.ids)
             start = end if positions is None else positions[number]
             while start < end or choice.finish is not None:
-                stop = min(end, start + FRAME_TOKENS_MAX)
+                part = choice.logprobs if start >= choice.scored else None
+                stop = min(end, start + (FRAME_TOKENS_MAX if part is None else FRAME_SCORED_MAX))
+                if start < choice.scored < stop:
+                    stop = choice.scored
                 text = choice.text[start - choice.base : stop - choice.base]
-                part = choice.logprobs
-                logprobs = part[start - choice.base : stop - choice.base] if part is not None else None
+                logprobs = part[start - choice.scored : stop - choice.scored] if part is not None else None
                 frame = Frame(rid, claim, sid, number, start, choice.ids[start:stop], text, logprobs)
                 frames.append(frame)
                 start = stop

@@ -25,10 +25,10 @@ from workers import claims
 from workers.history import History, Match, positions_of
 
 FAULTS = (
-    *("kill", "stop", "hang", "loss", "broker", "rdeath", "move", "samehost", "second", "drain", "false503"),
-    *("cancel", "deadline", "wfail", "ackwait", "nak", "pubfail", "reconnect"),
+    *("kill", "stop", "hang", "loss", "broker", "rdeath", "move", "second", "twice", "drain", "false503"),
+    *("cancel", "revoke", "deadline", "wfail", "ackwait", "nak", "pubfail", "reconnect"),
 )
-ENDINGS = ("cancel", "deadline")  # end a schedule early, so they are on in fewer
+ENDINGS = ("cancel", "revoke", "deadline")  # end a schedule early, so they are on in fewer
 RULES = {
     "sid": "frames are fenced by (sid, claim)",
     "digest": "attach carries the prefix, and the worker compares it",
@@ -67,7 +67,7 @@ class Suspicious(Requester):
 
 class Gapless(Requester):
     def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
-        if not self.ended and frame.sid == self.sid and self._digest is None:
+        if not self.ended and frame.sid == self.sid and self._known is None:
             frame = msgspec.structs.replace(frame, index=min(frame.index, self._choices[frame.choice].next))
         return super().frame(worker, frame, now)
 

@@ -8,9 +8,10 @@ import random
 from collections import Counter
 from typing import Any
 
-from wire_world import FAR, RID, Node, Violation, Worker, World
+from wire_world import FAR, FIRST, RID, Node, Violation, Worker, World
 
 from shared.errors import Unavailable
+from shared.wire import About
 from workers import claims
 from workers.engine.request import TokenEvent
 
@@ -79,16 +80,18 @@ class Schedule(World):
         found: list[tuple[str, Any]] = [("tick", node)]
         if node.publishing is not None:
             found.append(("publish", node))
-            if "pubfail" in faults and not node.publishing.endswith(".0"):
-                found += [("pubfail", node)] * 3
+            if "pubfail" in faults:
+                found += [("pubfail", node)] * (1 if node.publishing == FIRST else 3)
         if "false503" in faults and node.requester.worker is not None:
             found.append(("false503", node))
         if "reconnect" in faults:
             found.append(("reconnect", node))
         if node.client:
-            found += [(name, node) for name in ("cancel", "deadline") if name in faults]
+            found += [(name, node) for name in ("cancel", "deadline", "revoke") if name in faults]
+            if len(self.nodes) < REQUESTERS_MAX and "twice" in faults:
+                found.append(("twice", node))
             if len(self.nodes) < REQUESTERS_MAX and node.requester.seq is not None:
-                found += [(name, node) for name in ("move", "samehost", "second") if name in faults]
+                found += [(name, node) for name in ("move", "second") if name in faults]
                 if "rdeath" in faults:
                     found += [("die", node), ("die+move", node)]
         return found
@@ -200,28 +203,37 @@ class Schedule(World):
     def do_second(self, node: Node, pick: int) -> None:
         """Another caller with the same idempotency key: its record names the first sequence."""
         log: list[list[int]] = [[] for _ in range(self.choices)]
-        self.new_node(f"R{len(self.nodes) + 1}", log, seq=self.published["R1.0"])
+        self.new_node(f"R{len(self.nodes) + 1}", log, seq=self.published[FIRST])
+
+    def do_twice(self, node: Node, pick: int) -> None:
+        """Another caller with the same idempotency key, before its record names a sequence: it publishes, too."""
+        log: list[list[int]] = [[] for _ in range(self.choices)]
+        self.publish(self.new_node(f"R{len(self.nodes) + 1}", log, publisher=True), FIRST)
+
+    def do_revoke(self, _: Node, pick: int) -> None:
+        """Somebody ends the request for everybody; not everyone needs to hear of it."""
+        for number, node in enumerate(list(self.nodes.values())):
+            if node.alive and node.end is None and pick >> number & 3:
+                self.ask(node, node.requester.cancel(self.time_of(node), everybody=True))
+        for number, worker in enumerate(list(self.workers.values())):
+            if not worker.stopped and pick >> number & 1:
+                self.perform(worker, worker.table.cancel(About(RID, "t"), self.time_of(worker))[1])
 
     def do_die(self, node: Node, pick: int) -> None:
         node.alive = False
 
     def do_die_and_move(self, node: Node, pick: int) -> None:
         node.alive = False
-        self.resume_elsewhere(node, "", pick % 3)  # the last tokens did not reach the client
+        self.resume_elsewhere(node, pick % 3)  # the last tokens did not reach the client
 
     def do_move(self, node: Node, pick: int) -> None:
         self.ask(node, node.requester.client_left(self.time_of(node)))
-        self.resume_elsewhere(node, "", pick % 3)
+        self.resume_elsewhere(node, pick % 3)
 
-    def do_samehost(self, node: Node, pick: int) -> None:
-        """The client comes back to the process it left: the new requester takes the old one's place."""
-        self.ask(node, node.requester.cancel(self.time_of(node)))
-        self.resume_elsewhere(node, node.address, 0)
-
-    def resume_elsewhere(self, node: Node, address: str, unread: int) -> None:
+    def resume_elsewhere(self, node: Node, unread: int) -> None:
         node.client = False
         log = [ids[: max(0, len(ids) - unread)] for ids in node.log]
-        self.new_node(f"R{len(self.nodes) + 1}", log, leid=True, seq=node.requester.seq, address=address)
+        self.new_node(f"R{len(self.nodes) + 1}", log, leid=True, seq=node.requester.seq)
 
     def run(self) -> Counter[str]:
         for number in self.ints:

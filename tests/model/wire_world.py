@@ -33,15 +33,17 @@ from workers.claims import ClaimLimits, ClaimTable, Delivery
 from workers.engine.request import TokenEvent
 
 RID = "rid"
+FIRST = f"{RID}.0"  # the Msg-Id of the first publish
 LENGTHS = ((4, 3), (7, 2))  # tokens of a complete choice 0 and 1: one pair in each schedule
 FAULTS_MAX = 6  # in one schedule; twice as many where only one kind of fault is on
 DEATHS_MAX = 4
 FAR = 1e9  # a deadline that only its fault reaches
 ERRORS = {  # a terminal error that is no violation when its fault is on
-    "cancelled": ("cancel", "move", "samehost"),
+    "cancelled": ("cancel", "move", "revoke"),
     "queue_deadline": ("deadline",),
     "generation_deadline": ("deadline", "wfail"),
     "engine_failed": ("wfail",),
+    "bus_unavailable": ("pubfail",),
 }
 
 
@@ -65,6 +67,7 @@ class Worker:
         self.name = name
         self.table = ClaimTable(name, limits)
         self.runs: dict[str, list[list[int]]] = {}
+        self.untold: set[str] = set()  # runs that have not told the text of their prefix
         self.finished: dict[str, set[int]] = {}
         self.stopped = False
         self.ahead = 0.0  # its clock less the world's
@@ -80,6 +83,8 @@ class Node:
         self.leid = leid  # came with Last-Event-ID
         self.alive = True
         self.client = True  # False: it went elsewhere
+        self.had_before = [len(ids) for ids in log]  # what the client has of an earlier stream
+        self.at = list(self.had_before)  # where the next delivery begins
         self.had = not leid  # the body was to be had
         self.finished: set[int] = set()
         self.usage: Usage | None = None
@@ -127,7 +132,7 @@ class World:
         self.new_worker()
         self.new_worker()
         first = self.new_node("R1", [[] for _ in range(self.choices)], publisher=True)
-        self.publish(first, "R1.0")
+        self.publish(first, FIRST)
 
     def say(self, text: str) -> None:
         if self.trace:
@@ -146,13 +151,14 @@ class World:
         publisher: bool = False,
         leid: bool = False,
         seq: int | None = None,
-        address: str = "",
     ) -> Node:
-        node = Node(name, address or f"tok.ingress.{name}", log, leid)
+        node = Node(name, f"tok.ingress.{name}", log, leid)
         position = Known(next=[len(ids) for ids in log], digest=[digest(ids) for ids in log])
         known = Known(ids=log) if self.by_ids else position
         if leid:
             node.had = seq in self.messages
+            if not self.by_ids:
+                node.at = [0 for _ in log]
         limits = RequesterLimits(
             attach_timeout_s=FAR * 10 if self.without == "seek" else 1.0,
             ack_wait_s=1.0,
@@ -169,8 +175,8 @@ class World:
             limits,
             publisher=publisher,
             has_body=not leid or (node.had and self.without != "body"),
-            keyed="second" in self.faults,
-            resumable=bool(self.faults & {"move", "samehost", "rdeath"}),
+            keyed=bool(self.faults & {"second", "twice"}),
+            resumable=bool(self.faults & {"move", "rdeath"}),
             seq=seq,
             known=None if publisher else known,
         )
@@ -220,7 +226,8 @@ class World:
             case ("delete", seq):
                 self.messages.pop(seq, None)
             case ("publish", message_id):
-                self.send("broker", source, "api", ("published", message_id, self.store(source, message_id)))
+                known = message_id in self.published
+                self.send("broker", source, "api", ("published", message_id, self.store(source, message_id), known))
 
     def store(self, reply: str, message_id: str) -> int:
         """A copy under the same Msg-Id is not stored again."""
@@ -240,8 +247,9 @@ class World:
         message = self.messages[seq]
         message.ready = False
         message.deliveries += 1
+        sampling = Sampling(n=self.choices, logprobs=0 if self.logprobs else None)
         delivery = Delivery(
-            request=Request(RID, "m", "v1", Input(prompt="p"), Sampling(n=self.choices)),
+            request=Request(RID, "m", "v1", Input(prompt="p"), sampling),
             tenant="t",
             seq=seq,
             handle=f"ack.{seq}.{message.deliveries}",
@@ -288,14 +296,21 @@ class World:
                 case claims.Start():
                     worker.runs[action.run] = [list(ids) for ids in action.prefix]
                     worker.finished[action.run] = set()
+                    if any(action.prefix):
+                        worker.untold.add(action.run)
                 case claims.Abort(run):
                     worker.runs.pop(run, None)
+                    worker.untold.discard(run)
                 case _:
                     raise Violation(f"false dead letter: {action}")
 
     def generate(self, worker: Worker, pick: int) -> None:
-        """One token of one choice, or only its finish."""
+        """One token of one choice, or only its finish; before the first of a run, the text of its prefix."""
         run = list(worker.runs)[pick % len(worker.runs)]
+        if run in worker.untold:
+            worker.untold.remove(run)
+            self.perform(worker, worker.table.tokens(self.told(run, worker.runs[run]), self.time_of(worker)))
+            return
         ids, done = worker.runs[run], worker.finished[run]
         open_choices = [choice for choice in range(self.choices) if choice not in done]
         choice = open_choices[pick // 7 % len(open_choices)]
@@ -320,6 +335,13 @@ class World:
         if last:
             del worker.runs[run]
         self.perform(worker, worker.table.tokens([event], self.time_of(worker)))
+
+    def told(self, run: str, prefix: list[list[int]]) -> list[TokenEvent]:
+        return [
+            TokenEvent(key=run, choice=choice, before=[str(token) for token in ids])
+            for choice, ids in enumerate(prefix)
+            if ids
+        ]
 
     def tick_worker(self, worker: Worker, ahead: float = 0.0) -> None:
         worker.ahead += ahead
@@ -356,11 +378,11 @@ class World:
             case ("state", seq, stored):
                 node.had = node.had or stored
                 actions = requester.message_state(seq, stored, now)
-            case ("published", message_id, seq):
+            case ("published", message_id, seq, known):
                 if node.publishing != message_id:
                     return
                 node.publishing = None
-                actions = requester.published(seq, now)
+                actions = requester.published(seq, now, shared=known and requester.keyed and message_id == FIRST)
             case worker:
                 actions = requester.no_responders(worker, now)
         if self.without == "body" and node.leid:
@@ -386,7 +408,7 @@ class World:
                 case asks.Republish(k):
                     if node.requester.seq in self.messages:
                         raise Violation(f"copy: {node.name} publishes again while {node.requester.seq} is stored")
-                    self.publish(node, f"{node.name}.{k}")  # each requester has Msg-Ids of its own
+                    self.publish(node, f"{RID}.{k}")
                 case asks.DeleteMessage(seq):
                     self.send(node.address, "broker", "js", ("delete", seq))
                 case asks.DeadLetter():
@@ -398,20 +420,25 @@ class World:
 
     def deliver_tokens(self, node: Node, part: asks.Deliver) -> None:
         log = node.log[part.choice]
-        if not node.client:
-            raise Violation(f"delivered to a client that left: {node.name} {part}")
         if part.choice in node.finished and (part.ids or part.finish):
             raise Violation(f"repeat: {node.name} has finished choice {part.choice}, then {part}")
         if part.text != [str(token) for token in part.ids]:
             raise Violation(f"text: {part}")
-        if self.logprobs and part.ids and [entry.id for entry in part.logprobs or []] != part.ids:
+        at = node.at[part.choice]
+        scored = self.logprobs and (part.logprobs is not None or at + len(part.ids) > node.had_before[part.choice])
+        if scored and part.ids and [entry.id for entry in part.logprobs or []] != part.ids:
             raise Violation(f"logprobs: {part}")
         for token in part.ids:
-            if token >> 1 != (log[-1] if log else part.choice + 1):
-                raise Violation(f"mix: {node.name} has {log}, next token {token}")
-            log.append(token)
+            if at == len(log):
+                if token >> 1 != (log[-1] if log else part.choice + 1):
+                    raise Violation(f"mix: {node.name} has {log}, next token {token}")
+                log.append(token)
+            elif log[at] != token:
+                raise Violation(f"mix: {node.name} has {log}, token {at} is told as {token}")
+            at += 1
+        node.at[part.choice] = at
         if part.finish is not None:
-            if len(log) != self.lengths[part.choice]:
+            if not at == len(log) == self.lengths[part.choice]:
                 raise Violation(f"truncated: {node.name} choice {part.choice} complete at {log}")
             node.finished.add(part.choice)
         node.usage = part.usage or node.usage
@@ -428,7 +455,7 @@ class World:
         elif how == "stream_gone":
             bad = node.had
         elif how == "diverged":
-            bad = requester._digest is None
+            bad = requester._known is None
         else:
             bad = not self.faults & set(ERRORS.get(how, ()))
         if bad:

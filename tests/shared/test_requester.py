@@ -58,8 +58,8 @@ def accepted(claim: str, seq: int = 5) -> Accepted:
     return Accepted("rid", claim, seq, f"ack.{claim}", 3)
 
 
-def ok(asks: Requester, claim: str, ids: list[list[int]] | None = None, seq: int = 5) -> Ok:
-    return Ok("rid", claim, asks.sid, seq, f"ack.{claim}", ids or [], 60_000)
+def ok(asks: Requester, claim: str, seq: int = 5) -> Ok:
+    return Ok("rid", claim, asks.sid, seq, f"ack.{claim}", 60_000)
 
 
 def frame(asks: Requester, claim: str, index: int, ids: list[int], choice: int = 0, **more: Any) -> Frame:
@@ -200,26 +200,35 @@ def test_seek_adopts_a_frame_whose_ok_was_lost() -> None:
     assert asks.worker == "w3"
 
 
-def test_ok_brings_the_ids_that_a_digest_stood_for() -> None:
+def test_who_came_with_a_digest_is_delivered_everything_and_asks_by_it_until_it_is_met() -> None:
     asks = requester(publisher=False, seq=5, known=Known(next=[2], digest=[digest([1, 2])]))
     asks.tick(0.0)
-    asks.ok("w3", ok(asks, "c3", [[1, 2]]), 0.1)
-    asks.frame("w3", frame(asks, "c3", 2, [3]), 0.1)
-    assert only(SendAttach, asks.accepted("w4", accepted("c4"), 0.2)).attach.ids == [[1, 2, 3]]
+    asks.ok("w3", ok(asks, "c3"), 0.1)
+    assert asks.frame("w3", frame(asks, "c3", 0, [1]), 0.1) == [Deliver(0, [1], ["<1>"], None, None, None)]
+    again = only(SendAttach, asks.accepted("w4", accepted("c4"), 0.2)).attach
+    assert (again.ids, again.next, again.digest) == (None, [2], [digest([1, 2])])
+    delivered = only(Deliver, asks.frame("w4", frame(asks, "c4", 0, [1, 2, 3]), 0.3))
+    assert (delivered.ids, asks.duplicates) == ([2, 3], 1)
+    assert only(SendAttach, asks.accepted("w5", accepted("c5"), 0.4)).attach.ids == [[1, 2, 3]]
 
 
-def test_without_the_ids_before_it_a_frame_is_a_gap() -> None:
+@pytest.mark.parametrize("more", [{"ids": [1, 9]}, {"ids": [1], "finish": "stop"}])
+def test_ids_that_do_not_meet_the_digest_end_the_request(more: dict[str, Any]) -> None:
     asks = requester(publisher=False, seq=5, known=Known(next=[2], digest=[digest([1, 2])]))
     asks.tick(0.0)
-    actions = asks.frame("w3", frame(asks, "c3", 2, [3]), 0.1)
-    assert only(SendAttach, actions).worker == "w3"
+    actions = asks.frame("w3", frame(asks, "c3", 0, more.pop("ids"), **more), 0.1)
     assert none(Deliver, actions)
+    assert isinstance(end_of(actions), Diverged)
 
 
-def test_ids_that_do_not_meet_the_digest_end_the_request() -> None:
-    asks = requester(publisher=False, seq=5, known=Known(next=[2], digest=[digest([1, 2])]))
+def test_every_choice_must_meet_its_digest() -> None:
+    known = Known(next=[1, 2], digest=[digest([1]), digest([3, 4])])
+    asks = requester(choices=2, publisher=False, seq=5, known=known)
     asks.tick(0.0)
-    assert isinstance(end_of(asks.ok("w3", ok(asks, "c3", [[1, 9]]), 0.1)), Diverged)
+    asks.frame("w3", frame(asks, "c3", 0, [1]), 0.1)
+    asks.frame("w3", frame(asks, "c3", 0, [3], choice=1), 0.1)
+    assert only(SendAttach, asks.accepted("w4", accepted("c4"), 0.2)).attach.next == [1, 2]
+    assert isinstance(end_of(asks.frame("w4", frame(asks, "c4", 1, [5], choice=1), 0.3)), Diverged)
 
 
 def test_who_takes_over_without_a_body_gets_it_with_another_copy() -> None:
@@ -363,7 +372,7 @@ def test_nothing_comes_after_the_end() -> None:
 def test_an_unknown_rid_is_told_to_let_go() -> None:
     release = [SendRelease("w1", Release("rid", "s", REPLY, True))]
     assert unknown_rid("w1", Frame("rid", "c", "s", 0, 0, [], []), REPLY) == release
-    assert unknown_rid("w1", Ok("rid", "c", "s", 1, "", [], 0), REPLY) == release
+    assert unknown_rid("w1", Ok("rid", "c", "s", 1, "", 0), REPLY) == release
     assert unknown_rid("w1", accepted("c"), REPLY) == [SendRelease("w1", Release("rid", "", REPLY, True))]
     assert unknown_rid("w1", No("rid", "s"), REPLY) == []
     assert unknown_rid("w1", Wait("rid", "c", "s"), REPLY) == []
@@ -600,18 +609,36 @@ def test_cancel_of_a_keyed_or_a_claimed_request_deletes_nothing() -> None:
     assert only(SendRelease, actions).release.done
 
 
+def test_a_cancel_for_everybody_deletes_what_nobody_has_claimed() -> None:
+    asks = requester(keyed=True)
+    asks.published(5, 0.0)
+    assert asks.cancel(1.0, everybody=True)[0] == DeleteMessage(5)
+    asks = requester(publisher=False, seq=5)
+    assert asks.cancel(1.0, everybody=True)[0] == DeleteMessage(5)
+    assert none(DeleteMessage, streaming(keyed=True).cancel(1.0, everybody=True))
+
+
+def test_a_publish_that_was_there_already_makes_a_taker() -> None:
+    asks = requester(keyed=True)
+    assert asks.published(5, 1.0, shared=True) == []
+    assert only(SendAttach, asks.tick(1.0)).worker is None
+    assert none(DeleteMessage, asks.cancel(2.0))
+    asks = requester(keyed=True)
+    asks.cancel(0.5)
+    assert asks.published(5, 1.0, shared=True) == []
+
+
 def test_a_client_that_cannot_come_back_cancels_by_leaving() -> None:
     assert isinstance(end_of(streaming().client_left(1.0)), Cancelled)
 
 
 @pytest.mark.parametrize("option", ["keyed", "resumable"])
-def test_a_client_that_may_come_back_is_waited_for_unseen(option: str) -> None:
+def test_a_client_that_may_come_back_is_waited_for(option: str) -> None:
     options: dict[str, Any] = {option: True}
     asks = streaming(**options)
     asks.frame("w1", frame(asks, "c1", 0, [1]), 0.9)
     assert asks.client_left(1.0) == []
-    assert asks.frame("w1", frame(asks, "c1", 1, [2]), 1.1) == []
-    assert asks.frame("w1", frame(asks, "c1", 2, [3]), 1.2) == []
+    assert only(Deliver, asks.frame("w1", frame(asks, "c1", 1, [2]), 1.1)).ids == [2]
     asks.ok("w1", ok(asks, "c1"), 15.8)
     actions = asks.tick(16.0)
     assert isinstance(end_of(actions), Cancelled)

@@ -5,6 +5,9 @@ from typing import Any, TypeVar
 import pytest
 
 from shared.wire import (
+    CANCELLED,
+    FINISHED,
+    About,
     Accepted,
     Attach,
     Frame,
@@ -22,7 +25,7 @@ from shared.wire import (
 )
 from workers.claims import Abort, Ack, Action, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
 from workers.engine.request import TokenEvent
-from workers.history import FRAME_TOKENS_MAX
+from workers.history import FRAME_SCORED_MAX, FRAME_TOKENS_MAX
 
 HOME = "tok.ingress.home"  # Hr-Reply
 AWAY = "tok.ingress.away"
@@ -34,8 +37,8 @@ def table(**limits: Any) -> ClaimTable:
     return ClaimTable("w1", ClaimLimits(**limits))
 
 
-def delivery(seq: int = 5, choices: int = 1, **more: Any) -> Delivery:
-    request = Request("rid", "m", "v1", Input(prompt="p"), Sampling(n=choices))
+def delivery(seq: int = 5, choices: int = 1, logprobs: int | None = None, **more: Any) -> Delivery:
+    request = Request("rid", "m", "v1", Input(prompt="p"), Sampling(n=choices, logprobs=logprobs))
     more = {"handle": f"ack.{seq}", "reply": HOME, "queued_ms": 3, **more}
     return Delivery(request=request, tenant="t", seq=seq, **more)
 
@@ -167,7 +170,7 @@ def test_attach_with_ids_starts_a_parked_claim_from_them() -> None:
     actions = claims.attach(attach("s1", [[7, 8]]), False, 1.0)
     assert only(Start, actions).prefix == [[7, 8]]
     (granted,) = items(Ok, actions)
-    assert (granted.sid, granted.seq, granted.ack, granted.ids) == ("s1", 5, "ack.5", [])
+    assert (granted.sid, granted.seq, granted.ack) == ("s1", 5, "ack.5")
     assert granted.remaining_ms == 599_000
     (frame,) = items(Frame, claims.tokens([event(claims, [9])], 1.0))
     assert (frame.sid, frame.index, frame.ids, frame.text) == ("s1", 2, [9], ["<9>"])
@@ -190,13 +193,20 @@ def test_a_second_attach_of_an_address_replaces_its_sid() -> None:
 
 def test_logprobs_go_along_and_a_long_history_comes_in_parts() -> None:
     claims = claimed()
-    ids = list(range(FRAME_TOKENS_MAX + 10))
-    logprobs = [Logprob(token, -1.0, b"") for token in ids]
+    ids = list(range(FRAME_SCORED_MAX + 10))
+    logprobs = scored(ids)
     claims.tokens([event(claims, ids, logprobs=logprobs)], 0.0)
     first, second = items(Frame, claims.attach(attach("s1", [[0, 1]]), False, 0.0))
-    assert (first.index, second.index) == (2, FRAME_TOKENS_MAX + 2)
+    assert (first.index, second.index) == (2, FRAME_SCORED_MAX + 2)
     assert first.ids + second.ids == ids[2:]
     assert (first.logprobs or []) + (second.logprobs or []) == logprobs[2:]
+
+
+def test_a_history_without_scores_comes_in_longer_parts() -> None:
+    claims = claimed()
+    claims.tokens([event(claims, list(range(FRAME_TOKENS_MAX + 1)))], 0.0)
+    frames = items(Frame, claims.attach(attach("s1", [[]]), False, 0.0))
+    assert [len(frame.ids) for frame in frames] == [FRAME_TOKENS_MAX, 1]
 
 
 def test_a_shorter_history_starts_again_from_the_ids() -> None:
@@ -242,14 +252,42 @@ def test_who_waits_with_ids_and_meets_another_generation_is_told_no() -> None:
     assert items(Frame, claims.tokens([event(claims, [6])], 0.0), AWAY) == []
 
 
-def test_text_that_was_never_known_here_is_generated_again_for_who_is_alone() -> None:
+@pytest.mark.parametrize("asked", [by_digest("s2", [1]), attach("s2", [[1]], AWAY)])
+def test_the_text_of_a_prefix_is_waited_for_until_its_run_tells_it(asked: Attach) -> None:
     claims = claimed(resume=True)
     claims.attach(attach("s1", [[1, 2, 3]]), False, 0.0)
+    actions = claims.attach(asked, False, 0.0)
+    assert actions == [Send(AWAY, Wait("rid", items(Wait, actions)[0].claim, "s2"))]
+    told = TokenEvent(key=run_of(claims), choice=0, before=["<1>", "<2>", "<3>"])
+    actions = claims.tokens([told], 0.1)
+    assert items(Frame, actions, HOME) == []
+    begin = 0 if asked.ids is None else 1
+    (frame,) = items(Frame, actions, AWAY)
+    assert (frame.index, frame.ids, frame.text) == (begin, [1, 2, 3][begin:], ["<1>", "<2>", "<3>"][begin:])
+    frames = items(Frame, claims.tokens([event(claims, [4])], 0.2))
+    assert [(frame.sid, frame.index) for frame in frames] == [("s1", 3), ("s2", 3)]
+
+
+def scored(ids: list[int]) -> list[Logprob]:
+    return [Logprob(token, -1.0, b"") for token in ids]
+
+
+def test_scores_that_were_never_known_here_are_generated_again_for_who_is_alone() -> None:
+    claims = table()
+    claims.message(delivery(resume=True, logprobs=0), 0.0)
+    claims.attach(attach("s1", [[1, 2, 3]]), False, 0.0)
+    claims.tokens([TokenEvent(key=run_of(claims), choice=0, before=["<1>", "<2>", "<3>"])], 0.0)
+    claims.tokens([event(claims, [4], logprobs=scored([4]))], 0.0)
     assert claims.attach(by_digest("s2", [1]), False, 0.0) == [Send(AWAY, No("rid", "s2"))]
+    (first, second) = items(Frame, claims.attach(by_digest("s2", [1, 2, 3]), False, 0.0), AWAY)
+    assert (first.index, first.ids, first.text, first.logprobs) == (0, [1, 2, 3], ["<1>", "<2>", "<3>"], None)
+    assert (second.index, second.ids, second.logprobs) == (3, [4], scored([4]))
     claims.no_responders(HOME, 0.1)
     actions = claims.attach(by_digest("s3", [1]), False, 0.2)
     assert only(Start, actions).prefix == [[1]]
-    assert items(Ok, actions, AWAY)[0].ids == [[1]]
+    assert len(items(Wait, actions, AWAY)) == 1
+    actions = claims.tokens([TokenEvent(key=run_of(claims), choice=0, before=["<1>"])], 0.3)
+    assert [frame.ids for frame in items(Frame, actions, AWAY)] == [[1]]
 
 
 def test_an_attach_with_another_number_of_choices_is_no() -> None:
@@ -278,15 +316,15 @@ def test_a_digest_starts_anew_when_it_is_the_publisher_or_that_one_is_gone(reply
     assert items(Ok, actions) == []
     assert items(Frame, claims.tokens([event(claims, [1])], 0.0)) == []
     actions = claims.tokens([event(claims, [2, 3])], 0.0)
-    assert items(Ok, actions, reply)[0].ids == [[1, 2]]
-    assert [(frame.index, frame.ids) for frame in items(Frame, actions, reply)] == [(2, [3])]
+    assert len(items(Ok, actions, reply)) == 1
+    assert [(frame.index, frame.ids) for frame in items(Frame, actions, reply)] == [(0, [1, 2, 3])]
 
 
-def test_a_digest_that_matches_is_served_with_the_ids_before_it() -> None:
+def test_a_digest_that_matches_is_served_from_the_first_token_on() -> None:
     claims = serving([1, 2, 3])
     actions = claims.attach(by_digest("s2", [1, 2]), True, 0.0)
-    assert items(Ok, actions, AWAY)[0].ids == [[1, 2]]
-    assert [(frame.index, frame.ids) for frame in items(Frame, actions, AWAY)] == [(2, [3])]
+    assert items(Ok, actions, AWAY)[0].sid == "s2"
+    assert [(frame.index, frame.ids) for frame in items(Frame, actions, AWAY)] == [(0, [1, 2, 3])]
 
 
 def test_a_digest_that_is_known_to_differ_is_no() -> None:
@@ -556,3 +594,62 @@ def test_stop_tells_subscribers_and_hands_all_messages_back() -> None:
 def test_abandon_hands_all_messages_back_in_silence() -> None:
     claims = serving([1])
     assert claims.abandon() == [Nak("ack.5")]
+
+
+# -- find and cancel -----------------------------------------------------------------------------------------------------
+
+
+def about(tenant: str = "t") -> About:
+    return About("rid", tenant)
+
+
+def test_a_request_is_found_while_it_is_held_and_while_its_history_is_kept() -> None:
+    claims = table()
+    assert claims.find(about()) is None
+    claims.message(delivery(), 0.0)
+    found = claims.find(about())
+    assert found is not None
+    assert (found.seq, found.request.rid, found.request.input) == (5, "rid", Input())
+    assert claims.find(about("other")) is None
+    claims.attach(attach("s1", [[]]), False, 0.0)
+    finish(claims, [1])
+    claims.release(release(), 0.0)
+    assert len(claims) == 0
+    assert claims.find(about()) == found
+    assert claims.find(about("other")) is None
+
+
+def test_a_cancel_for_everybody_ends_the_run_and_tells_every_subscriber() -> None:
+    claims = serving([1])
+    run = run_of(claims)
+    claims.attach(attach("s2", [[]], AWAY), False, 0.0)
+    assert claims.cancel(about("other"), 0.1) == (b"", [])
+    status, actions = claims.cancel(about(), 0.1)
+    assert status == CANCELLED
+    assert actions[0] == Abort(run)
+    for reply in (HOME, AWAY):
+        (frame,) = items(Frame, actions, reply)
+        assert frame.error is not None
+        assert frame.error.code == "cancelled"
+    assert (claims.holding, claims.handles()) == (0, ["ack.5"])
+    assert claims.cancel(about(), 0.2) == (CANCELLED, [])
+    claims.release(release(HOME), 0.3)
+    assert Ack("ack.5") in claims.release(release(AWAY, "s2"), 0.3)
+    assert claims.cancel(about(), 0.4) == (b"", [])
+
+
+def test_a_claim_that_was_cancelled_before_anybody_attached_tells_who_comes() -> None:
+    claims = claimed(resume=True)
+    assert claims.cancel(about(), 0.1)[0] == CANCELLED
+    assert len(items(Accepted, claims.tick(1.1))) == 1
+    (frame,) = items(Frame, claims.attach(attach("s1", [[7]]), False, 1.2))
+    assert frame.error is not None
+    assert Ack("ack.5") in claims.release(release(), 1.3)
+
+
+def test_what_has_finished_is_not_cancelled() -> None:
+    claims = serving([1])
+    finish(claims, [2])
+    assert claims.cancel(about(), 0.1) == (FINISHED, [])
+    claims.release(release(), 0.2)
+    assert claims.cancel(about(), 0.3) == (FINISHED, [])

@@ -176,6 +176,8 @@ class BatchEngine:
         self._runs[request.key] = run
         self._prompt_tokens += len(request.prompt_ids)
         for choice in run.choices:
+            if choice.before:
+                events.append(run.told(choice))
             if choice.text.finish is None:
                 self._scheduler.add(choice)
             else:

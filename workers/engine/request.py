@@ -25,7 +25,8 @@ class TokenEvent(msgspec.Struct, kw_only=True):
     `ids` are all sampled ids, end-of-sequence and stop tokens included; `text[i]` is the text that `ids[i]` released: ""
     while characters are incomplete or may become a stop string. What was held back is in the last `text` of the finish.
     A resumed run whose prefix is already complete has one event with no ids and a finish. The text released by the k-th
-    id depends on the first k ids only, never on chunking, neighbours or where the run was resumed.
+    id depends on the first k ids only, never on chunking, neighbours or where the run was resumed. So a choice with a
+    prefix first has an event with nothing but `before`, the text of its prefix.
     """
 
     key: str
@@ -33,6 +34,7 @@ class TokenEvent(msgspec.Struct, kw_only=True):
     ids: list[int] = []
     text: list[str] = []
     logprobs: list[Logprob] | None = None
+    before: list[str] | None = None  # one text for each id of the prefix
     finish: str | None = None  # "stop" | "length": this choice is complete
     usage: Usage | None = None  # with the finish of the last choice of the run
     error: tuple[str, str] | None = None  # (code of shared.errors, message): the whole run ended

@@ -14,6 +14,7 @@ class Choice(Sequence):
 
     run: "Run"
     text: OutputText
+    before: list[str]  # the text of the prefix, one for each of its ids
 
 
 class Run:
@@ -24,6 +25,10 @@ class Run:
         self._prompt_length = len(request.prompt_ids)
         self.choices = [self._choice(request, index, length_max, text) for index in range(request.sampling.n)]
         self.open = len(self.choices)  # choices whose finish was not handed out
+
+    def told(self, choice: Choice) -> TokenEvent:
+        """The text of a prefix, so that whoever keeps the choice's history can serve all of it."""
+        return TokenEvent(key=self.key, choice=choice.choice, before=choice.before)
 
     def event(self, choice: Choice, ids: list[int], text: list[str], logprobs: list[Logprob] | None) -> TokenEvent:
         """What a step added to `choice`. With the finish of the last choice comes the usage."""
@@ -42,10 +47,7 @@ class Run:
         prefix = request.prefix[index] if index < len(request.prefix) else []
         prompt_length = len(request.prompt_ids)
         output = OutputText(text.stream(request.prompt_ids), request.sampling, text.end_ids, length_max - prompt_length)
-        for token in prefix:
-            if output.finish is not None:
-                break
-            output.push(token)
+        before = [output.push(token) if output.finish is None else "" for token in prefix]
         return Choice(
             key=request.key,
             tenant=request.tenant,
@@ -56,4 +58,5 @@ class Run:
             length_max=length_max,
             run=self,
             text=output,
+            before=before,
         )

@@ -24,11 +24,17 @@ class Outcome:
     finish: dict[int, str] = field(default_factory=dict)
     usage: Usage | None = None
     error: tuple[str, str] | None = None
+    before: dict[int, list[str]] = field(default_factory=dict)  # text of prefixes
 
     def add(self, event: TokenEvent) -> None:
         assert self.error is None, f"{event} after an error"
         assert event.choice not in self.finish, f"{event} after the finish"
         assert len(event.ids) == len(event.text)
+        if event.before is not None:
+            assert event.choice not in self.ids, "the text of a prefix comes first"
+            assert not event.ids, "the text of a prefix comes in an event of its own"
+            self.before[event.choice] = event.before
+            return
         self.ids.setdefault(event.choice, []).extend(event.ids)
         self.text.setdefault(event.choice, []).extend(event.text)
         self.logprobs.setdefault(event.choice, []).extend(event.logprobs or [])

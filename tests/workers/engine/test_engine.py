@@ -117,6 +117,7 @@ def test_a_resumed_run_goes_on_at_its_index_and_counts_the_prefix() -> None:
     assert outcomes[1].whole_text == ""
     assert outcomes[2].ids == {0: numbers(103, 3), 1: numbers(100, 6)}
     assert outcomes[2].usage == Usage(1, 12)
+    assert list(outcomes[2].before) == [0]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_text_of_a_token_does_not_depend_on_where_a_run_was_resumed() -> None:
         (rest,) = run_all(
             counting_engine(CountingRunner()), request("a", [100], stop=stop, prefix=[numbers(100, done)])
         )
-        assert rest.text[0] == whole.text[0][done:]
+        assert rest.before[0] + rest.text[0] == whole.text[0]
 
 
 def test_a_cancelled_run_frees_its_slot_and_blocks_at_the_next_step_edge() -> None:
