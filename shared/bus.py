@@ -33,6 +33,7 @@ PENDING_BYTES_MAX = 8 << 20  # publishes kept while the connection is away
 SUBSCRIPTION_MESSAGES_MAX = 1 << 19
 STATUS = "Status"
 NO_RESPONDERS = "503"
+STORE_FAILED = 10077  # a limit of the stream, or the disk's
 
 Headers = Mapping[str, str]
 
@@ -47,14 +48,16 @@ class Message(msgspec.Struct, gc=False):
     status: str
 
 
-class _PubAck(msgspec.Struct):
+class PubAck(msgspec.Struct):
+    """What JetStream says of a publish. `duplicate`: a message of that Nats-Msg-Id was stored before."""
+
     stream: str = ""
     seq: int = 0
     duplicate: bool = False
     error: dict[str, Any] | None = None
 
 
-_decode_pub_ack = msgspec.json.Decoder(_PubAck).decode
+_decode_pub_ack = msgspec.json.Decoder(PubAck).decode
 
 
 class Subscription:
@@ -260,9 +263,13 @@ class Bus(KeyValue):
         return await self._ask(subject, data, None, timeout)
 
     async def publish_durable(self, subject: str, data: bytes, headers: Headers) -> int:
-        """Store a message in the stream that captures `subject`; its sequence. Retried with the same Nats-Msg-Id.
+        """Store a message in the stream that captures `subject`; its sequence. As `publish_once`."""
+        return (await self.publish_once(subject, data, headers)).seq
 
-        Raises TooLarge (over `payload_bytes_max`), QueueFull (the subject is at its limit) or Unavailable.
+    async def publish_once(self, subject: str, data: bytes, headers: Headers) -> PubAck:
+        """Store a message in the stream that captures `subject`, unless one of its Nats-Msg-Id is there. Retried.
+
+        Raises TooLarge (over `payload_bytes_max`), QueueFull (the subject or the stream is at its limit) or Unavailable.
         """
         if len(data) > self.payload_bytes_max:
             raise TooLarge(f"a request of {len(data)} bytes is over the limit of {self.payload_bytes_max} bytes")
@@ -279,10 +286,10 @@ class Bus(KeyValue):
                 await asyncio.sleep(0.05)
                 continue
             if ack.error is None:
-                return ack.seq
+                return ack
             reason = str(ack.error.get("description"))
-            if "per subject" in reason:
-                raise QueueFull(f"the queue of {subject} is full", retry_after=1.0)
+            if ack.error.get("err_code") == STORE_FAILED and reason.startswith("maximum "):
+                raise QueueFull(f"the queue is full: {reason}", retry_after=1.0)
             if ack.error.get("code") == 400:
                 raise Unavailable(f"the stream refuses the message: {reason}")
             await asyncio.sleep(0.1)

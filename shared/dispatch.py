@@ -1,22 +1,23 @@
 """The requester's side of the wire for one process: publishes requests, carries out what each `Requester` decides.
 
-The rules are in `shared.requester`; here are the bus, the clock and the readers. One frame address serves every request of
-the process; what goes to a worker is gathered per wake-up and sent as one message.
+The rules are in `shared.requester`; here are the bus, the clock and the readers. One frame address serves the requests of
+the process, a further one those of whose rid there is a requester already; what goes to a worker is gathered per wake-up and
+sent as one message.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from shared import subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
-from shared.errors import HeadraceError, Unavailable, VersionFailed
+from shared.errors import HeadraceError, QueueFull, StreamGone, TooLarge, VersionFailed
 from shared.records import Version
 from shared.requester import (
     Action,
@@ -25,6 +26,7 @@ from shared.requester import (
     DeleteMessage,
     Deliver,
     End,
+    Known,
     Nak,
     Republish,
     Requester,
@@ -34,109 +36,37 @@ from shared.requester import (
     unknown_rid,
 )
 from shared.settings import Settings
+from shared.stream import Delta, Stream
+
+__all__ = ["Delta", "Dispatcher", "Stream"]
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RELEASE_DELAY_S = 0.005  # a release waits this long for company; an attach takes along what waits
 TTL_MARGIN_S = 60
+READERS_MAX = 16  # of one request in one process
 WAKE_QUIET_S = 1.0  # a version that was heard of this recently needs no wake hint
 
 
-class Delta(msgspec.Struct, gc=False):
-    """What a stream gained: at most one token of one choice, the text that it released, or only the choice's finish."""
+class _Home:
+    """One frame address of this process, and what is served at it: a rid has one requester at an address at most."""
 
-    choice: int
-    ids: list[int]
-    text: str
-    logprobs: list[wire.Logprob] | None
-    finish: str | None
+    __slots__ = ("address", "streams")
 
-
-class Stream:
-    """The reader's end of one request. One reader; `cancel` when it loses interest."""
-
-    def __init__(self, dispatcher: "Dispatcher", request: wire.Request, tenant: str, requester: Requester) -> None:
-        self.rid = request.rid
-        self.model, self.version, self.tenant = request.model, request.version, tenant
-        self.body = b""
-        self.usage: wire.Usage | None = None
-        self.requester = requester
-        self.accepted = False
-        self.ended = False
-        self._dispatcher = dispatcher
-        self._deltas: deque[Delta] = deque()
-        self._error: HeadraceError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def claims(self) -> int:
-        """How many claims of workers have served it."""
-        return self.requester.claims
-
-    async def next(self, timeout: float | None = None) -> list[Delta]:
-        """All deltas there are, waiting for at least one; [] when `timeout` (seconds) passed first.
-
-        Raises StopAsyncIteration once the stream is complete, or the HeadraceError that ended it.
-        """
-        if not self._deltas and not self.ended:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = None if timeout is None else loop.call_later(timeout, self._wake)
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-                if timer is not None:
-                    timer.cancel()
-            if not self._deltas and not self.ended:
-                return []
-        if self._deltas:
-            deltas = list(self._deltas)
-            self._deltas.clear()
-            return deltas
-        if self._error is not None:
-            raise self._error
-        raise StopAsyncIteration
-
-    def cancel(self) -> None:
-        """End the request: its slot is free within a step. Does nothing once the stream has ended."""
-        if not self.ended:
-            self._dispatcher.act(self, self.requester.cancel(time.monotonic()))
-
-    def deliver(self, part: Deliver) -> None:
-        if part.usage is not None:
-            self.usage = part.usage
-        if len(part.ids) == 1:
-            self._deltas.append(Delta(part.choice, part.ids, part.text[0], part.logprobs, part.finish))
-            self._wake()
-            return
-        last = len(part.ids) - 1
-        for index, token in enumerate(part.ids):
-            logprobs = part.logprobs[index : index + 1] if part.logprobs is not None else None
-            finish = part.finish if index == last else None
-            self._deltas.append(Delta(part.choice, [token], part.text[index], logprobs, finish))
-        if last < 0:
-            self._deltas.append(Delta(part.choice, [], "".join(part.text), None, part.finish))
-        self._wake()
-
-    def end(self, error: HeadraceError | None) -> None:
-        self.ended, self._error = True, error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.streams: dict[str, Stream] = {}
 
 
 class Dispatcher:
     """All requests of one process. `owner` is `ingress`, or the tenant of a client that publishes for itself."""
 
     def __init__(self, bus: Bus, settings: Settings, owner: str = subjects.INGRESS_OWNER) -> None:
-        self._bus, self._settings = bus, settings
-        self.address = subjects.frame_address(owner, wire.new_id())
+        self._bus, self._settings, self._owner = bus, settings, owner
+        self._homes = [_Home(subjects.frame_address(owner, wire.new_id()))]
+        self.address = self._homes[0].address
         self._control = f"{bus.inbox}_ctl"
-        self._streams: dict[str, Stream] = {}
         self._queued: dict[str, int] = {}
         self._outgoing: dict[str, list[wire.Attach | wire.Release]] = {}
         self._outgoing_wake = asyncio.Event()
@@ -145,15 +75,18 @@ class Dispatcher:
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._address_subscription = await self._bus.subscribe(self.address, self._on_batch)
+        self._address_subscription = await self._bus.subscribe(self.address, partial(self._on_batch, self._homes[0]))
         await self._bus.subscribe(self._control + ".*", self._on_control)
+        await self._bus.subscribe(subjects.FIND, self._on_find)
+        await self._bus.subscribe(subjects.CANCEL, self._on_cancel)
         self._bus.on_reconnect(self._on_reconnect)
         self._loops = [asyncio.create_task(self._send()), asyncio.create_task(self._tick())]
 
     async def close(self) -> None:
-        """Cancel what is still running, tell the workers, stop."""
-        for stream in list(self._streams.values()):
-            stream.cancel()
+        """Cancel what is still running, tell the workers, stop. What somebody may still come for is only let go of."""
+        for stream in list(self._open()):
+            if not (stream.requester.resumable or stream.requester.keyed):
+                stream.cancel()
         await self._flush()
         for task in [*self._loops, *self._background]:
             task.cancel()
@@ -161,58 +94,121 @@ class Dispatcher:
 
     @property
     def open_streams(self) -> int:
-        return len(self._streams)
+        return sum(len(home.streams) for home in self._homes)
 
     def queued(self, tenant: str) -> int:
         """Requests of a tenant that are published and that no worker has accepted yet."""
         return self._queued.get(tenant, 0)
 
-    async def submit(self, request: wire.Request, tenant: str) -> Stream:
+    async def submit(self, request: wire.Request, tenant: str, keyed: bool = False, resumable: bool = False) -> Stream:
         """Store the request; its stream, once the publish is acknowledged.
 
-        Raises TooLarge, QueueFull or Unavailable; then nothing was accepted.
+        `keyed`: others may publish it too, under the same rid. `resumable` or keyed: it outlives its reader for the grace.
+        Raises TooLarge, QueueFull or Unavailable; then it was not accepted as far as can be known.
         """
+        home = self._homes[0]
+        if keyed and request.rid in home.streams:
+            home = await self._home_without(request.rid)
         now = time.monotonic()
         requester = Requester(
-            request.rid, self.address, request.sampling.n, now, self._limits(now), publisher=True, has_body=True
+            request.rid,
+            home.address,
+            request.sampling.n,
+            now,
+            self._limits(now),
+            publisher=True,
+            has_body=True,
+            keyed=keyed,
+            resumable=resumable,
         )
-        stream = Stream(self, request, tenant, requester)
-        stream.body = wire.encode(request)
-        self._streams[stream.rid] = stream
+        stream = Stream(self, request, tenant, requester, wire.encode(request))
+        home.streams[stream.rid] = stream
         self._queued[tenant] = self._queued.get(tenant, 0) + 1
         subject = subjects.request(request.model, request.version, subjects.LANE_FAST, tenant)
         try:
-            sequence = await self._bus.publish_durable(
-                subject, stream.body, self._headers(requester, request.rid, False)
-            )
-        except HeadraceError:
-            self._forget(stream)
-            raise
+            ack = await self._bus.publish_once(subject, stream.body, self._headers(requester, request.rid, False))
+        except HeadraceError as error:
+            self.act(stream, requester.publish_failed(error, time.monotonic()))
+            if stream.ended:
+                raise
+            return stream  # the ack was lost, and a worker has it all the same
         except asyncio.CancelledError:
             stream.cancel()
             raise
-        self.act(stream, requester.published(sequence, time.monotonic()))
+        self.act(stream, requester.published(ack.seq, time.monotonic(), shared=keyed and ack.duplicate))
         if time.monotonic() - self._heard.get((request.model, request.version), -math.inf) > WAKE_QUIET_S:
             await self._bus.publish(subjects.wake(request.model, request.version))
         return stream
+
+    async def attach(
+        self,
+        request: wire.Request,
+        tenant: str,
+        seq: int,
+        body: bytes,
+        queue_left_s: float,
+        known: Known | None = None,
+        keyed: bool = False,
+        resumable: bool = False,
+    ) -> Stream:
+        """Go on with a request that was published before, by whomever: its stream, from the first token on.
+
+        `body` is that of its message `seq`; b"": not known, so that it can not be published again. A `known` position and
+        digest must be met, else the stream ends as diverged. Raises QueueFull when too many read it in this process.
+        """
+        home = await self._home_without(request.rid)
+        now = time.monotonic()
+        requester = Requester(
+            request.rid,
+            home.address,
+            request.sampling.n,
+            now,
+            self._limits(now, queue_left_s),
+            publisher=False,
+            has_body=bool(body),
+            keyed=keyed,
+            resumable=resumable,
+            seq=seq,
+            known=known,
+        )
+        stream = Stream(self, request, tenant, requester, body)
+        stream.accepted = True  # whoever published it counts it in its queue
+        home.streams[stream.rid] = stream
+        self.act(stream, requester.tick(now))
+        return stream
+
+    def _open(self) -> Iterator[Stream]:
+        for home in self._homes:
+            yield from home.streams.values()
+
+    async def _home_without(self, rid: str) -> _Home:
+        for home in self._homes:
+            if rid not in home.streams:
+                return home
+        if len(self._homes) >= READERS_MAX:
+            raise QueueFull(f"the request {rid} has {READERS_MAX} readers here, which is the limit", retry_after=1.0)
+        home = _Home(subjects.frame_address(self._owner, wire.new_id()))
+        await self._bus.subscribe(home.address, partial(self._on_batch, home))
+        self._homes.append(home)
+        return home
 
     def version_changed(self, version: Version) -> None:
         """A version that failed takes no more requests: those that wait for it end with its reason."""
         if version.state == "failed":
             error = VersionFailed(f"{version.model}@{version.version} cannot be served: {version.reason}")
-            for stream in list(self._streams.values()):
+            for stream in list(self._open()):
                 if (stream.model, stream.version) == (version.model, version.version):
                     self.act(stream, stream.requester.unavailable(error, time.monotonic()))
 
     # -- what arrives --------------------------------------------------------------------------------------------------
 
-    def _on_batch(self, message: Message) -> None:
+    def _on_batch(self, home: _Home, message: Message) -> None:
         batch = wire.decode_from_worker(message.data)
         worker, now = batch.worker, time.monotonic()
         for item in batch.items:
-            stream = self._streams.get(item.rid)
+            stream = home.streams.get(item.rid)
             if stream is None:
-                for action in unknown_rid(worker, item, self.address):
+                for action in unknown_rid(worker, item, home.address):
                     self._release(action)
                 continue
             requester = stream.requester
@@ -232,13 +228,31 @@ class Dispatcher:
     def _on_control(self, message: Message) -> None:
         if message.status == NO_RESPONDERS:
             worker, now = message.subject.rsplit(".", 1)[1], time.monotonic()
-            for stream in list(self._streams.values()):
+            for stream in list(self._open()):
                 self.act(stream, stream.requester.no_responders(worker, now))
 
     def _on_reconnect(self) -> None:
         now = time.monotonic()
-        for stream in list(self._streams.values()):
+        for stream in self._open():
             stream.requester.reconnected(now)
+
+    def _meant(self, message: Message) -> list[Stream]:
+        about = wire.decode_about(message.data)
+        found = [home.streams[about.rid] for home in self._homes if about.rid in home.streams]
+        return [stream for stream in found if stream.tenant == about.tenant]
+
+    def _on_find(self, message: Message) -> None:
+        for stream in self._meant(message)[:1]:
+            request = msgspec.structs.replace(stream.request, input=wire.Input())
+            self._do(self._publish(message.reply, wire.encode(wire.Found(stream.sequence, request))))
+
+    def _on_cancel(self, message: Message) -> None:
+        streams = self._meant(message)
+        for stream in streams:
+            stream.revoked = True
+            self.act(stream, stream.requester.cancel(time.monotonic(), everybody=True))
+        if streams:
+            self._do(self._publish(message.reply, wire.CANCELLED))
 
     # -- what is done --------------------------------------------------------------------------------------------------
 
@@ -284,7 +298,10 @@ class Dispatcher:
         self._outgoing.setdefault(worker, []).append(item)
 
     def _forget(self, stream: Stream) -> None:
-        self._streams.pop(stream.rid, None)
+        for home in self._homes:
+            if home.streams.get(stream.rid) is stream:
+                del home.streams[stream.rid]
+                break
         if not stream.accepted:
             stream.accepted = True
             self._dequeue(stream)
@@ -303,14 +320,17 @@ class Dispatcher:
     async def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
         for worker, items in outgoing.items():
-            data = wire.encode(wire.ToWorker(items))
-            await self._bus.publish(subjects.worker_control(worker), data, reply=f"{self._control}.{worker}")
+            for data in wire.encode_batches(wire.ToWorker, items, self._bus.payload_bytes_max):
+                try:
+                    await self._bus.publish(subjects.worker_control(worker), data, reply=f"{self._control}.{worker}")
+                except TooLarge as error:
+                    log.error("worker %s is not told: %s", worker, error.message)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            for stream in list(self._streams.values()):
+            for stream in list(self._open()):
                 due = stream.requester.next_tick()
                 if due is not None and due <= now:
                     self.act(stream, stream.requester.tick(now))
@@ -323,17 +343,24 @@ class Dispatcher:
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Unavailable as error:  # the requester's timers try again
+        except HeadraceError as error:  # the requester's timers try again
             log.warning("the bus refused: %s", error.message)
 
     async def _publish(self, subject: str, data: bytes) -> None:
         await self._bus.publish(subject, data)
 
     async def _check(self, stream: Stream, sequence: int) -> None:
-        stored = await self._bus.get_message(subjects.REQ_STREAM, sequence) is not None
-        self.act(stream, stream.requester.message_state(sequence, stored, time.monotonic()))
+        stored = await self._bus.get_message(subjects.REQ_STREAM, sequence)
+        if stored is not None and not stream.body:
+            stream.body = wire.encode(wire.decode_request(stored.data, stored.headers))
+        self.act(stream, stream.requester.message_state(sequence, stored is not None, time.monotonic()))
 
     async def _republish(self, stream: Stream, k: int) -> None:
+        if stream.guard is not None and not await stream.guard():
+            stream.answered = True
+            error = StreamGone("the request was answered before, and no worker has its tokens any more")
+            self.act(stream, stream.requester.unavailable(error, time.monotonic()))
+            return
         subject = subjects.request(stream.model, stream.version, subjects.LANE_FAST, stream.tenant)
         headers = self._headers(stream.requester, f"{stream.rid}.{k}", True)
         try:
@@ -345,10 +372,15 @@ class Dispatcher:
 
     async def _dead_letter(self, stream: Stream, reason: str) -> None:
         subject = subjects.dead_letter(stream.model, stream.version, stream.tenant)
-        headers = {wire.HEADER_MSG_ID: f"{stream.rid}.dlq", wire.HEADER_REASON: reason}
+        headers = {
+            wire.HEADER_MSG_ID: f"{stream.rid}.dlq",
+            wire.HEADER_REASON: reason,
+            wire.HEADER_REPLY: stream.requester.reply,
+            wire.HEADER_GENERATION_MS: str(int(self._settings.generation_deadline_s * 1000)),
+        }
         await self._bus.publish_durable(subject, stream.body, headers)
 
-    def _limits(self, now: float) -> RequesterLimits:
+    def _limits(self, now: float, queue_left_s: float | None = None) -> RequesterLimits:
         settings = self._settings
         return RequesterLimits(
             silence_s=settings.silence_s,
@@ -359,7 +391,7 @@ class Dispatcher:
             orphan_grace_s=settings.orphan_grace_s,
             nak_hold_s=settings.nak_hold_s,
             deaths_max=settings.deaths_max,
-            queue_deadline=now + settings.queue_deadline_s,
+            queue_deadline=now + (settings.queue_deadline_s if queue_left_s is None else queue_left_s),
             generation_s=settings.generation_deadline_s,
         )
 
@@ -371,7 +403,7 @@ class Dispatcher:
             wire.HEADER_MSG_ID: message_id,
             wire.HEADER_TTL: str(math.ceil(deadlines_s) + TTL_MARGIN_S),
             wire.HEADER_WIRE: wire.WIRE_VERSION,
-            wire.HEADER_REPLY: self.address,
+            wire.HEADER_REPLY: requester.reply,
             wire.HEADER_QUEUE_DEADLINE: str(int(time.time() * 1000) + queue_ms),
             wire.HEADER_QUEUE_MS: str(queue_ms),
             wire.HEADER_GENERATION_MS: str(int(requester.generation_left_s(now) * 1000)),

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import Unavailable
+from shared.errors import QueueFull, Unavailable
 from shared.streams import NOT_FOUND, SECOND, ApiError, Streams
 from shared.wire import HEADER_MSG_ID, new_id
 
@@ -77,7 +77,11 @@ class KeyValue(Streams):
 
     async def _kv_write(self, bucket: str, key: str, value: bytes, headers: dict[str, str]) -> int:
         bus: Any = self
-        sequence: int = await bus.publish_durable(f"$KV.{bucket}.{key}", value, headers | {HEADER_MSG_ID: new_id()})
+        subject = f"$KV.{bucket}.{key}"
+        try:
+            sequence: int = await bus.publish_durable(subject, value, headers | {HEADER_MSG_ID: new_id()})
+        except QueueFull as error:
+            raise Unavailable(f"the bucket {bucket} is full: {error.message}") from error
         return sequence
 
     async def watch(self, bucket: str, callback: OnChange) -> "Watch":

@@ -29,6 +29,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # servers
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    reuse_port: bool = False  # several ingresses may share the port: the new one is up before the old one drains
+    drain_linger_s: float = 2.0  # of a drain: how long connections are still taken, for who has not noticed yet
     insecure: bool = False  # serve HTTP without keys on an address that other hosts can reach
     nats_url: str = "nats://127.0.0.1:4222"
     nats_replicas: int = 1
@@ -67,6 +69,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     orphan_grace_s: float = 15.0
     nak_hold_s: float = 1.0  # after the requester's own reconnect
     history_kept_s: float = 60.0
+    idempotency_kept_s: float = 86_400.0  # a key is known for so long
+    idempotency_result_bytes_max: int = 64 * 1024  # of an answer that is kept with its key
+    idempotency_bytes_max: int = 512 * MIB  # of all keys and answers
     deaths_max: int = 4
     deliveries_max: int = 100
     dedupe_window_s: float = 600.0

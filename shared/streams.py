@@ -33,6 +33,16 @@ class StreamState(msgspec.Struct):
     bytes: int = 0
 
 
+class StoredMessage(msgspec.Struct):
+    """A message as a stream holds it."""
+
+    seq: int
+    subject: str
+    data: bytes
+    headers: dict[str, str]
+    time: str  # RFC 3339
+
+
 class Delivery(msgspec.Struct):
     """What an ack subject says of its message."""
 
@@ -100,6 +110,7 @@ class Streams:
             subjects.ROUTES_BUCKET: 0.0,
             subjects.WORKERS_BUCKET: settings.lease_ttl_s,
             subjects.INGRESSES_BUCKET: settings.lease_ttl_s,
+            subjects.IDEMPOTENCY_BUCKET: settings.idempotency_kept_s,
         }
         for bucket, ttl_s in buckets.items():
             await self._ensure_stream(
@@ -109,6 +120,7 @@ class Streams:
                     "storage": "file",
                     "max_msgs_per_subject": 1,
                     "max_age": int(ttl_s * SECOND),
+                    "max_bytes": settings.idempotency_bytes_max if bucket == subjects.IDEMPOTENCY_BUCKET else -1,
                     "discard": "new",
                     "allow_rollup_hdrs": True,
                     "allow_direct": True,
@@ -167,15 +179,25 @@ class Streams:
     async def stream_info(self, stream: str) -> StreamState:
         return msgspec.convert((await self.api(f"STREAM.INFO.{stream}"))["state"], StreamState)
 
-    async def get_message(self, stream: str, sequence: int) -> tuple[str, bytes] | None:
-        """Subject and body of a stored message, asked of the stream's leader; None when it is gone."""
+    async def get_message(self, stream: str, sequence: int) -> StoredMessage | None:
+        """A stored message, asked of the stream's leader; None when it is gone."""
+        return await self._get_message(stream, {"seq": sequence})
+
+    async def next_message(self, stream: str, filter_subject: str, sequence: int) -> StoredMessage | None:
+        """The first stored message from `sequence` on whose subject matches; None: there is none."""
+        return await self._get_message(stream, {"seq": sequence, "next_by_subj": filter_subject})
+
+    async def _get_message(self, stream: str, which: dict[str, Any]) -> StoredMessage | None:
         try:
-            found = (await self.api(f"STREAM.MSG.GET.{stream}", {"seq": sequence}))["message"]
+            found = (await self.api(f"STREAM.MSG.GET.{stream}", which))["message"]
         except ApiError as error:
             if error.err_code in NOT_FOUND:
                 return None
             raise
-        return found["subject"], base64.b64decode(found.get("data", ""))
+        lines = base64.b64decode(found.get("hdrs", "")).decode("utf-8", "replace").split("\r\n")[1:]
+        headers = {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+        data = base64.b64decode(found.get("data", ""))
+        return StoredMessage(found["seq"], found["subject"], data, headers, found.get("time", ""))
 
     async def delete_message(self, stream: str, sequence: int) -> None:
         """Delete a message; one that is gone already is fine."""

@@ -7,10 +7,12 @@ release). Both are batches: one message per step or wake-up and address, whateve
 
 import hashlib
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
+
+Item = TypeVar("Item")
 
 WIRE_VERSION = "1"
 
@@ -246,6 +248,23 @@ decode_request_msgpack = msgspec.msgpack.Decoder(Request).decode
 decode_about = msgspec.msgpack.Decoder(About).decode
 decode_found = msgspec.msgpack.Decoder(Found).decode
 decode_request_json = msgspec.json.Decoder(Request).decode
+
+
+def decode_request(data: bytes, headers: Mapping[str, str]) -> Request:
+    """The body of a message in REQ or in the DLQ. Raises DecodeError or ValidationError."""
+    as_json = headers.get("Content-Type", "").startswith("application/json")
+    return (decode_request_json if as_json else decode_request_msgpack)(data)
+
+
+def encode_batches(batch: Callable[[list[Item]], Any], items: list[Item], bytes_max: int) -> Iterator[bytes]:
+    """`batch(items)` encoded, in as many parts as keep each within `bytes_max`; a single item may be over it."""
+    data = encode(batch(items))
+    if len(data) <= bytes_max or len(items) == 1:
+        yield data
+        return
+    half = len(items) // 2
+    yield from encode_batches(batch, items[:half], bytes_max)
+    yield from encode_batches(batch, items[half:], bytes_max)
 
 
 def digest(ids: Sequence[int]) -> str:

@@ -1,15 +1,18 @@
 """What a worker says to requesters: gathered per wake-up, one message per frame address."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from shared import wire
 from shared.bus import NO_RESPONDERS, Bus, Message
+from shared.errors import TooLarge
+
+log = logging.getLogger(__name__)
 
 Item = wire.Accepted | wire.Frame | wire.Ok | wire.Wait | wire.No
 
 ADDRESSES_MAX = 16_384  # remembered for no-responders; the oldest go first
-BATCH_ITEMS_MAX = 512  # of one message, so that a burst of catch-up frames stays under the payload limit
 
 
 class Replier:
@@ -48,9 +51,14 @@ class Replier:
         outgoing, self._outgoing = self._outgoing, {}
         for address, items in outgoing.items():
             reply = self._numbers.get(address) or self._remember(address)
-            for start in range(0, len(items), BATCH_ITEMS_MAX):
-                data = wire.encode(wire.FromWorker(self._worker, items[start : start + BATCH_ITEMS_MAX]))
-                await self._bus.publish(address, data, reply=reply)
+            for data in wire.encode_batches(self._batch, items, self._bus.payload_bytes_max):
+                try:
+                    await self._bus.publish(address, data, reply=reply)
+                except TooLarge as error:
+                    log.error("%s is not told: %s", address, error.message)
+
+    def _batch(self, items: list[Item]) -> wire.FromWorker:
+        return wire.FromWorker(self._worker, items)
 
     async def _run(self) -> None:
         while True:

@@ -26,6 +26,7 @@ from workers.replier import Replier
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+KEPT_HEADERS = (wire.HEADER_MSG_ID, wire.HEADER_REPLY, wire.HEADER_GENERATION_MS, "Content-Type")  # in the DLQ
 ACK, NAK, IN_PROGRESS, TERM = b"+ACK", b"-NAK", b"+WPI", b"+TERM"
 
 
@@ -76,6 +77,8 @@ class WorkerServer:
         await self._bus.subscribe(subjects.worker_control(self._worker), self._on_control)
         broadcast = subjects.attach_broadcast(self._version.model, self._version.version)
         await self._bus.subscribe(broadcast, self._on_broadcast)
+        await self._bus.subscribe(subjects.FIND, self._on_find)
+        await self._bus.subscribe(subjects.CANCEL, self._on_cancel)
         self._loops = [asyncio.create_task(loop) for loop in (self._send(), self._keep_alive(), self._tick())]
         await self._puller.start()
 
@@ -164,6 +167,17 @@ class WorkerServer:
         for item in wire.decode_to_worker(message.data).items:
             if isinstance(item, wire.Attach):
                 self._act(self._table.attach(item, True, now))
+
+    def _on_find(self, message: Message) -> None:
+        found = self._table.find(wire.decode_about(message.data))
+        if found is not None and not self._silent:
+            self._out(message.reply, wire.encode(found))
+
+    def _on_cancel(self, message: Message) -> None:
+        status, actions = self._table.cancel(wire.decode_about(message.data), time.monotonic())
+        if status and not self._silent:
+            self._out(message.reply, status)
+        self._act(actions)
 
     def _on_gone(self, address: str) -> None:
         self._act(self._table.no_responders(address, time.monotonic()))
@@ -268,7 +282,11 @@ class WorkerServer:
         delivery = action.delivery
         request = delivery.request
         subject = subjects.dead_letter(request.model, request.version, delivery.tenant)
-        headers = {wire.HEADER_MSG_ID: f"{request.rid}.dlq", wire.HEADER_REPLY: delivery.reply}
+        headers = {
+            wire.HEADER_MSG_ID: f"{request.rid}.dlq",
+            wire.HEADER_REPLY: delivery.reply,
+            wire.HEADER_GENERATION_MS: str(int(delivery.generation_s * 1000)),
+        }
         await self._bury(subject, wire.encode(request), headers, delivery.handle, action.reason)
 
     async def _bury(self, subject: str, data: bytes, headers: dict[str, str], handle: str, reason: str) -> None:
@@ -277,7 +295,9 @@ class WorkerServer:
             subject = subjects.dead_letter(
                 self._version.model, self._version.version, subjects.tenant_of_request(subject)
             )
-        kept = {wire.HEADER_MSG_ID: headers.get(wire.HEADER_MSG_ID, wire.new_id()), wire.HEADER_REASON: reason[:500]}
+        kept = {name: headers[name] for name in KEPT_HEADERS if name in headers}
+        kept.setdefault(wire.HEADER_MSG_ID, wire.new_id())
+        kept[wire.HEADER_REASON] = " ".join(reason.split())[:500]
         try:
             await self._bus.publish_durable(subject, data, kept)
         except (Unavailable, TooLarge) as error:
@@ -289,8 +309,7 @@ class WorkerServer:
 def read_delivery(message: Message) -> Delivery:
     """A pulled message as the claim table takes it. Raises DecodeError, ValueError or KeyError for what is no request."""
     headers = message.headers
-    as_json = headers.get("Content-Type", "").startswith("application/json")
-    request = (wire.decode_request_json if as_json else wire.decode_request_msgpack)(message.data)
+    request = wire.decode_request(message.data, headers)
     where = delivery_of(message.reply)
     return Delivery(
         request=request,

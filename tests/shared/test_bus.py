@@ -45,7 +45,15 @@ def test_durable_publish_gives_the_sequence_and_stores_a_message_id_once(nats_se
         assert await bus.publish_durable(subject, b"body", headers(1)) == first
         second = await bus.publish_durable(subject, b"other", headers(2))
         assert second == first + 1
-        assert await bus.get_message(subjects.REQ_STREAM, first) == (subject, b"body")
+        stored = await bus.get_message(subjects.REQ_STREAM, first)
+        assert stored is not None
+        assert (stored.seq, stored.subject, stored.data) == (first, subject, b"body")
+        assert stored.headers["Nats-Msg-Id"] == "id-1"
+        assert stored.time.startswith("20")
+        following = await bus.next_message(subjects.REQ_STREAM, "q.>", first + 1)
+        assert following is not None
+        assert (following.seq, following.data) == (second, b"other")
+        assert await bus.next_message(subjects.REQ_STREAM, "q.nobody.>", first) is None
         await bus.delete_message(subjects.REQ_STREAM, first)
         await bus.delete_message(subjects.REQ_STREAM, first)
         assert await bus.get_message(subjects.REQ_STREAM, first) is None
@@ -117,7 +125,9 @@ def test_publishes_wait_out_a_restart_of_the_server(nats_server: Any) -> None:
         await until(lambda: not bus.connected)
         await asyncio.to_thread(nats_server.start)
         sequence = await publishing
-        assert await bus.get_message(subjects.REQ_STREAM, sequence) == (subject, b"during")
+        stored = await bus.get_message(subjects.REQ_STREAM, sequence)
+        assert stored is not None
+        assert stored.data == b"during"
         assert (await bus.stream_info(subjects.REQ_STREAM)).messages == 2
 
     with_bus(Settings(nats_url=nats_server.url, publish_timeout_s=15), work)
