@@ -1,0 +1,254 @@
+"""A whole service as separate processes: broker, controller, workers that the controller starts, and ingresses."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from msgspec.structs import replace
+
+from controller import registry
+from faults.broker import Broker
+from faults.processes import Child, environment, own, reap_strangers, wait_gone
+from faults.proxy import Proxy
+from headrace.stack import ports, servers
+from shared import lifeline, records, subjects
+from shared.bus import Bus
+from shared.errors import Unavailable
+from shared.objects import ObjectStore
+from shared.records import EngineSettings, Lease, VersionLimits
+from shared.settings import Settings, to_environment
+
+MODEL, VERSION = "mill", "v1"
+CONSUMER = subjects.consumer(subjects.LANE_FAST, subjects.requests_of_lane(MODEL, VERSION, subjects.LANE_FAST))
+
+
+class Held(msgspec.Struct):
+    """What is held anywhere on behalf of requests; all zero when nothing is open."""
+
+    messages: int = 0  # in REQ
+    ack_pending: int = 0
+    claims: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    queued: int = 0  # at ingresses
+    streams: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(msgspec.structs.astuple(self))
+
+
+class Fleet:
+    """One model version on `workers` workers behind `ingresses` ingresses. Use it as an async context."""
+
+    def __init__(
+        self,
+        directory: Path,
+        source: str = "sim:fixed-20ms",
+        workers: int = 4,
+        ingresses: int = 2,
+        nodes: int = 1,
+        engine: EngineSettings | None = None,
+        store: Path | None = None,
+        **overrides: Any,
+    ) -> None:
+        self.source, self.size = source, workers
+        self.engine = engine or EngineSettings()
+        self.broker = Broker(directory, nodes, store)
+        self._lifeline, self._lifeline_write = os.pipe()
+        os.set_inheritable(self._lifeline, True)
+        self.settings = Settings(
+            nats_url=self.broker.client_url,
+            nats_replicas=nodes,
+            data_dir=str(directory / "data"),
+            lifeline_fd=self._lifeline,
+            **overrides,
+        )
+        self.directory = directory
+        self.ingresses: list[Child] = []
+        self.urls: list[str] = []
+        self.proxies: list[Proxy | None] = [None] * ingresses
+        self.controller = self._child("controller", "controller.main", self.settings)
+        self.leases: dict[str, Lease] = {}
+        self.bus: Bus
+        self._ports = ports.free_ports(ingresses)
+        self._keeping: asyncio.Task[None] | None = None
+        self.down: set[str] = set()  # children that are not to be started again for now
+
+    async def __aenter__(self) -> "Fleet":
+        lifeline.become_subreaper()
+        await self.broker.start()
+        self.bus = await Bus.connect(replace(self.settings, publish_timeout_s=30.0), "faults")
+        await self._formed()
+        await self.bus.watch(subjects.WORKERS_BUCKET, self._on_lease)
+        self.controller.start()
+        for number, port in enumerate(self._ports):
+            settings = replace(self.settings, http_port=port)
+            self.ingresses.append(self._child(f"ingress-{number}", "headrace", settings, "ingress"))
+            self.urls.append(f"http://127.0.0.1:{port}")
+            self.ingresses[-1].start()
+        limits = VersionLimits(min_replicas=self.size, max_replicas=self.size)
+        await registry.push(
+            self.bus, ObjectStore(self.settings), self.source, MODEL, VERSION, engine=self.engine, limits=limits
+        )
+        self._keeping = asyncio.create_task(self._keep())
+        await self.until(lambda: len(self.active()) >= self.size, 30, "all workers to be active")
+        for url in self.urls:
+            await self.ready(url)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        pids = [lease.pid for lease in self.leases.values()]
+        await self.bus.close()
+        os.close(self._lifeline_write)  # everything of ours ends
+        for child in [*self.ingresses, self.controller]:
+            child.kill()
+        for proxy in self.proxies:
+            if proxy is not None:
+                await proxy.close()
+        self.broker.kill()
+        left = await asyncio.to_thread(wait_gone, pids, 10.0)
+        assert not left, f"workers {left} outlived their lifeline"
+        os.close(self._lifeline)
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _child(self, name: str, module: str, settings: Settings, *arguments: str) -> Child:
+        return own(name, module, list(arguments), self.directory, environment(to_environment(settings)), self._lifeline)
+
+    async def _keep(self) -> None:
+        """Start again what has died, as a supervisor would; wait for orphans of a dead controller."""
+        while True:
+            children = [*self.ingresses, self.controller, *(node.child for node in self.broker.nodes)]
+            for child in children:
+                if not child.running and child.name not in self.down:
+                    child.start()
+            reap_strangers({child.pid for child in children})
+            await asyncio.sleep(0.1)
+
+    def active(self) -> list[Lease]:
+        """Workers that claim now, by their leases and their processes, in the order of their ids."""
+        found = [lease for lease in self.leases.values() if lease.state == "active" and _lives(lease)]
+        return sorted(found, key=lambda lease: lease.worker)
+
+    def members(self) -> dict[str, int]:
+        """Name and pid of every process that runs."""
+        children = [*self.ingresses, self.controller, *(node.child for node in self.broker.nodes)]
+        found = {child.name: child.pid for child in children if child.running}
+        return found | {f"worker-{lease.worker}": lease.pid for lease in self.active()}
+
+    def _on_lease(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self.leases.pop(key, None)
+            return
+        lease = records.decode_lease(value)
+        self.leases[lease.worker] = lease
+        for worker, other in list(self.leases.items()):
+            if not _lives(other):
+                del self.leases[worker]
+
+    async def _formed(self) -> None:
+        """Wait until the cluster has a leader and holds the streams."""
+        async with asyncio.timeout(40):
+            while True:
+                with contextlib.suppress(Unavailable):
+                    await self.bus.ensure()
+                    return
+                await asyncio.sleep(0.2)
+
+    async def ready(self, url: str, budget_s: float = 20.0) -> None:
+        deadline = time.monotonic() + budget_s
+        while await servers.http_status(url + "/readyz") != 200:
+            assert time.monotonic() < deadline, f"{url} is not ready"
+            await asyncio.sleep(0.05)
+
+    async def until(self, condition: Callable[[], object], budget_s: float, what: str) -> None:
+        deadline = time.monotonic() + budget_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {budget_s:g} s: {what}"
+            await asyncio.sleep(0.02)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    async def leader(self, stream: str = subjects.REQ_STREAM) -> str:
+        """The name of the server that leads a stream."""
+        info = await self.bus.api(f"STREAM.INFO.{stream}")
+        return str(info["cluster"]["leader"])
+
+    async def replicated(self, stream: str = subjects.REQ_STREAM) -> bool:
+        """Whether every replica of a stream is there and has caught up."""
+        cluster = (await self.bus.api(f"STREAM.INFO.{stream}"))["cluster"]
+        replicas = cluster.get("replicas") or []
+        return (
+            bool(cluster.get("leader"))
+            and len(replicas) == self.broker.replicas - 1
+            and all(replica.get("current") and not replica.get("offline") for replica in replicas)
+        )
+
+    # -- what is held --------------------------------------------------------------------------------------------------
+
+    async def held(self) -> Held:
+        """What broker, workers and ingresses hold now."""
+        held = Held()
+        held.messages = (await self.bus.stream_info(subjects.REQ_STREAM)).messages
+        info = await self.bus.consumer_info(subjects.REQ_STREAM, CONSUMER)
+        held.ack_pending = info.num_ack_pending if info else 0
+        for lease in self.active():
+            held.claims += lease.claims
+            held.running += lease.running
+            held.waiting += lease.waiting
+            held.blocks += lease.blocks_used
+        for counters in await self.ingress_counters():
+            held.queued += int(counters.get("headrace_queued", 0))
+            held.streams += int(counters.get("headrace_streams_open", 0))
+        return held
+
+    async def settled(self, budget_s: float) -> Held:
+        """What is still held when nothing is any more, or after the budget."""
+        deadline = time.monotonic() + budget_s
+        while True:
+            held = await self.held()
+            if held.total == 0 or time.monotonic() > deadline:
+                return held
+            await asyncio.sleep(0.25)
+
+    async def ingress_counters(self) -> list[dict[str, float]]:
+        return [await scrape(url) for url, child in zip(self.urls, self.ingresses, strict=True) if child.running]
+
+    async def worker_counters(self) -> list[dict[str, float]]:
+        return [await scrape(f"http://127.0.0.1:{lease.metrics_port}") for lease in self.active()]
+
+
+async def scrape(url: str) -> dict[str, float]:
+    """The samples of a /metrics page, by name and labels as they stand there; {} when nobody answers."""
+    try:
+        async with httpx.AsyncClient(timeout=5) as client:
+            text = (await client.get(url + "/metrics")).text
+    except httpx.HTTPError:
+        return {}
+    samples = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            samples[name] = float(value)
+    return samples
+
+
+def _lives(lease: Lease) -> bool:
+    if lease.host != socket.gethostname():
+        return False
+    try:
+        return lease.worker.encode() in Path(f"/proc/{lease.pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

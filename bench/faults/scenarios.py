@@ -1,0 +1,146 @@
+"""The scenarios of `bench/chaos.py`: what is broken, how often, and what clients may then see."""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from faults import corpus, schedule
+from faults.fleet import Fleet
+from faults.load import Load
+from faults.processes import processor_seconds, resident_bytes
+from faults.report import Report, account
+from faults.schedule import Fault, Injector
+from shared import subjects
+
+QUESTIONS = 300
+WARM_S = 120.0  # memory is measured after it
+SAMPLE_S = 5.0
+GROWTH_MAX = 0.01  # of resident memory, a minute
+
+
+class Scenario(msgspec.Struct, kw_only=True):
+    """`allowed`: outcomes besides completed and cancelled that the faults excuse."""
+
+    name: str
+    kinds: list[str]
+    every_s: float = 1.0
+    clients: int = 32
+    ingresses: int = 2
+    nodes: int = 1
+    cancel_share: float = 0.0
+    allowed: set[str] = set()
+    settle_s: float = 40.0
+    settings: dict[str, Any] = {}
+
+
+BROKER_CODES = {"failed:bus_unavailable"}
+
+SCENARIOS = {
+    each.name: each
+    for each in (
+        Scenario(name="workers", kinds=["kill_worker"]),
+        Scenario(name="drains", kinds=["term_worker"]),
+        Scenario(name="ingress", kinds=["kill_ingress"], allowed={"broken"}),
+        Scenario(name="nats", kinds=["kill_broker"], every_s=3.0, allowed=BROKER_CODES),
+        Scenario(name="controller", kinds=["kill_controller", "kill_worker"], every_s=1.0),
+        Scenario(name="cluster", kinds=["kill_leader"], every_s=6.0, nodes=3, allowed=BROKER_CODES),
+        Scenario(name="stop", kinds=["stop_worker"], every_s=6.0),
+        Scenario(name="cancels", kinds=[], cancel_share=0.9, clients=64),
+        Scenario(name="load", kinds=[], cancel_share=0.1),
+        Scenario(
+            name="mixed",
+            kinds=["kill_worker", "stop_worker", "term_worker", "kill_broker", "kill_ingress", "kill_controller"],
+            every_s=3.0,
+            cancel_share=0.1,
+            allowed=BROKER_CODES | {"broken"},
+        ),
+    )
+}
+
+
+async def play(scenario: Scenario, seed: int, faults: int, seconds: float, cancels: int = 0) -> Report:
+    """Run a scenario: `faults` of them under load, or `seconds` of load, or until `cancels` clients have left."""
+    questions = await corpus.make(seed, QUESTIONS)
+    with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as directory:
+        async with Fleet(
+            Path(directory), ingresses=scenario.ingresses, nodes=scenario.nodes, **scenario.settings
+        ) as fleet:
+            return await _play(fleet, scenario, seed, faults, seconds, cancels, questions)
+
+
+async def _play(
+    fleet: Fleet,
+    scenario: Scenario,
+    seed: int,
+    faults: int,
+    seconds: float,
+    cancels: int,
+    questions: list[corpus.Question],
+) -> Report:
+    load = Load(seed, questions, fleet.urls, scenario.clients, scenario.cancel_share)
+    injector = Injector(fleet)
+    memory = Memory(fleet)
+    report = Report(scenario=scenario.name, seed=seed)
+    begin = time.monotonic()
+    load.start()
+    watching = asyncio.create_task(memory.watch())
+    planned: list[Fault] = schedule.make(seed, scenario.kinds, faults, scenario.every_s) if scenario.kinds else []
+    try:
+        await injector.run(planned)
+        if cancels:
+            await load.cancelled(cancels)
+        else:
+            await asyncio.sleep(max(0.0, begin + seconds - time.monotonic()))
+        await load.stop()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    report.seconds = time.monotonic() - begin
+    held = await fleet.settled(scenario.settle_s)
+    dead = (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages
+    account(report, load.records, injector.done, held, scenario.allowed, dead)
+    report.notes += memory.notes(report)
+    if load.refused:
+        report.notes.append(f"{load.refused} connections were refused (no request: tried again)")
+    return report
+
+
+class Memory:
+    """Resident memory of every process over time."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._samples: dict[tuple[str, int], list[tuple[float, int]]] = {}
+        self._begin = time.monotonic()
+
+    async def watch(self) -> None:
+        while True:
+            now = time.monotonic() - self._begin
+            for name, pid in self._fleet.members().items():
+                self._samples.setdefault((name, pid), []).append((now, resident_bytes(pid)))
+            await asyncio.sleep(SAMPLE_S)
+
+    def notes(self, report: Report) -> list[str]:
+        """Growth of each process that was there for a minute after the warm-up; too much of it is a problem."""
+        notes = []
+        for (name, pid), samples in sorted(self._samples.items()):
+            late = [(at, size) for at, size in samples if at >= WARM_S and size]
+            if len(late) < 12:
+                continue
+            slope = statistics.linear_regression([at / 60 for at, _ in late], [size for _, size in late]).slope
+            share = slope / late[0][1]
+            notes.append(
+                f"{name}: {late[0][1] >> 20} -> {late[-1][1] >> 20} MiB, {100 * share:+.2f}% a minute, "
+                f"{processor_seconds(pid):.0f} s of CPU"
+            )
+            if share > GROWTH_MAX:
+                report.problems.append(f"the memory of {name} grows by {100 * share:.2f}% a minute")
+        return notes
+
+
+__all__ = ["SCENARIOS", "Scenario", "play"]
