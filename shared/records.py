@@ -11,6 +11,9 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     slots: int | None = None  # sequences in a batch; None: from memory
     kv_blocks: int | None = None  # blocks of 16 tokens; None: from memory
     prefill_chunk: int = 512  # prompt tokens in one step at most
+    engine: str = "headrace"  # headrace | vllm: another engine behind the same protocol, an optional extra
+    kv_dtype: str = "auto"  # of keys and values: auto (the model's) | int8 | fp8 (on a GPU)
+    attention: str = "auto"  # on a GPU: auto | triton | varlen | torch
 
 
 class VersionLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
