@@ -42,7 +42,7 @@ class RunObserver:
                 self._metrics.failed(event.error[0])
                 del self._runs[event.key]
                 continue
-            if event.ids:
+            if event.ids and not event.echo:
                 self._token(seen, event, now)
             if event.finish is not None:
                 self._metrics.finished(event.finish)

@@ -35,7 +35,7 @@ class PackedBatch:
     ids: torch.Tensor  # [1, tokens] int64
     positions: torch.Tensor  # [1, tokens] int64, from 0 in each sequence
     slots: torch.Tensor  # [tokens] int64: where each token's key and value go, block * BLOCK_TOKENS + offset
-    logit_rows: torch.Tensor  # [n] int64: the rows that sample, in the order of the plan
+    logit_rows: torch.Tensor  # [n] int64: the rows whose logits are wanted, see logit_rows_of
     singles: list[Span]  # one query each
     chunks: list[Span]  # several queries each
     shared: dict[object, object] = field(default_factory=dict)  # what the layers of one forward compute once
@@ -68,7 +68,8 @@ class Packer:
             spans.append(self._pack_chunk(part, row))
             row += part.count
             last_rows[id(part)] = row - 1
-        logit_rows = torch.tensor([last_rows[id(part)] for part in plan.slices if part.samples], dtype=torch.int64)
+        wanted = logit_rows_of(plan.slices, [last_rows[id(part)] for part in plan.slices])
+        logit_rows = torch.tensor(wanted, dtype=torch.int64)
         used = self._buffer[:, :row]
         if self._device.type != "cpu":  # blocking: the next step overwrites the buffer
             used, logit_rows = used.to(self._device), logit_rows.to(self._device)
@@ -83,3 +84,16 @@ class Packer:
         blocks = np.asarray(sequence.blocks, dtype=np.int64)
         slots[rows] = blocks[positions[rows] // BLOCK_TOKENS] * BLOCK_TOKENS + positions[rows] % BLOCK_TOKENS
         return Span(row, part.count, end, sequence.blocks)
+
+
+def logit_rows_of(slices: list[Slice], last_rows: list[int]) -> list[int]:
+    """The rows whose logits are wanted, given the last row of each slice.
+
+    First those that sample, in the order of the plan; then those that score the prompt's tokens, slice by slice.
+    """
+    rows = [last for part, last in zip(slices, last_rows, strict=True) if part.samples]
+    for part, last in zip(slices, last_rows, strict=True):
+        if scored := part.scored:
+            before = last - part.count - part.start  # position p is in row before + 1 + p, and scores p + 1
+            rows += range(before + scored.start, before + scored.stop)
+    return rows

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from itertools import compress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -34,6 +35,8 @@ class Drawn(msgspec.Struct, gc=False):
 
     tokens: list[int]
     logprobs: list[Logprob | None] | None = None  # None: nobody asked
+    prompt_logprobs: list[list[Logprob]] = []  # for each slice that scores (`Slice.scored`), in the order of the plan
+    failed: list[tuple[Sequence, Exception]] = []  # what they have in the lists above is of no use
 
 
 class Runner(Protocol):
@@ -103,6 +106,8 @@ class BatchEngine:
         ids = self._text.encode(prompt)
         check_ids(ids, self._text.vocabulary_size, "prompt")
         check_length(len(ids), sampling.max_tokens, self.info.max_model_len)
+        if sampling.grammar is not None:
+            self._text.matcher(sampling.grammar)  # compiled here, and known to the run that follows
         return ids
 
     def submit(self, request: EngineRequest) -> None:
@@ -176,9 +181,8 @@ class BatchEngine:
         self._runs[request.key] = run
         self._prompt_tokens += len(request.prompt_ids)
         for choice in run.choices:
-            if choice.before:
-                events.append(run.told(choice))
-            if choice.text.finish is None:
+            events += run.opening(choice)
+            if choice.text.finish is None or choice.score_from is not None:
                 self._scheduler.add(choice)
             else:
                 events.append(run.event(choice, [], [], None))
@@ -191,8 +195,11 @@ class BatchEngine:
         for ids in (request.prompt_ids, *request.prefix):  # on a GPU one wrong id would end the process
             check_ids(ids, self._text.vocabulary_size, "prompt")
         check_length(prompt_tokens, request.sampling.max_tokens, self.info.max_model_len)
-        wanted = request.sampling.max_tokens or self._max_tokens_default or self.info.max_model_len
-        return min(prompt_tokens + wanted, self.info.max_model_len)
+        wanted = request.sampling.max_tokens
+        if wanted is None:
+            wanted = self._max_tokens_default or self.info.max_model_len
+        # With the last logits of a prompt comes a token, whether it is wanted or not.
+        return min(prompt_tokens + max(wanted, 1), self.info.max_model_len)
 
     def _step(self, events: list[TokenEvent]) -> None:
         plan = self._scheduler.plan(self.info.slots + self._prefill_chunk)
@@ -204,29 +211,67 @@ class BatchEngine:
         except Exception as error:  # whatever a model or a kernel raises
             self._step_raised(plan, error, events)
             return
+        if drawn.failed:
+            plan, drawn = self._without_failed(plan, drawn, events)
         self._scheduler.commit(plan, drawn.tokens)
         self._steps += 1
         self._generated_tokens += len(drawn.tokens)
         logprobs = iter(drawn.logprobs) if drawn.logprobs is not None else None
-        tokens = iter(drawn.tokens)
+        tokens, prompt_logprobs = iter(drawn.tokens), iter(drawn.prompt_logprobs)
         for part in plan.slices:
+            choice = part.sequence
+            assert isinstance(choice, Choice)
+            if scored := part.scored:
+                scores = next(prompt_logprobs)
+                if self._runs.get(choice.run.key) is choice.run:
+                    events.append(choice.run.echo(choice, scored.stop, scores))
             if part.samples:
-                self._emit(part.sequence, next(tokens), next(logprobs) if logprobs else None, events)
+                self._emit(choice, next(tokens), next(logprobs) if logprobs else None, events)
 
-    def _emit(self, choice: Sequence, token: int, logprob: Logprob | None, events: list[TokenEvent]) -> None:
-        assert isinstance(choice, Choice)
+    def _without_failed(self, plan: StepPlan, drawn: Drawn, events: list[TokenEvent]) -> tuple[StepPlan, Drawn]:
+        """End the runs that failed in this step; the rest of it. Nothing of an ended run may be committed."""
+        for choice, error in drawn.failed:
+            assert isinstance(choice, Choice)
+            if self._runs.get(choice.run.key) is choice.run:
+                self._fail(choice.run, error, events)
+        lives = [self._runs.get(part.sequence.key) is not None for part in plan.slices]
+        samples = [alive for part, alive in zip(plan.slices, lives, strict=True) if part.samples]
+        scores = [alive for part, alive in zip(plan.slices, lives, strict=True) if part.scored]
+        rest = Drawn(
+            list(compress(drawn.tokens, samples)),
+            None if drawn.logprobs is None else list(compress(drawn.logprobs, samples)),
+            list(compress(drawn.prompt_logprobs, scores)),
+        )
+        return StepPlan(list(compress(plan.slices, lives)), plan.preempted), rest
+
+    def _emit(self, choice: Choice, token: int, logprob: Logprob | None, events: list[TokenEvent]) -> None:
         run = choice.run
         if self._runs.get(run.key) is not run:
             return  # another choice of the run failed in this step
+        if choice.text.finish is not None:  # nothing was asked for but the prompt
+            choice.tokens.pop()
+            self._hand_out(choice, [], [], None, events)
+            return
         try:
             text = choice.text.push(token)
         except Exception as error:
             log.exception("run %s: no text for token %d", run.key, token)
             self._fail(run, error, events)
             return
+        self._hand_out(choice, [token], [text], None if logprob is None else [logprob], events)
+
+    def _hand_out(
+        self,
+        choice: Choice,
+        ids: list[int],
+        text: list[str],
+        logprobs: list[Logprob] | None,
+        events: list[TokenEvent],
+    ) -> None:
+        run = choice.run
         if choice.text.finish is not None:
             self._scheduler.remove(choice)
-        events.append(run.event(choice, [token], [text], None if logprob is None else [logprob]))
+        events.append(run.event(choice, ids, text, logprobs))
         if run.open == 0:
             del self._runs[run.key]
 
@@ -253,7 +298,7 @@ class BatchEngine:
         """Forget a run before its end: its slots and blocks are free from here on."""
         del self._runs[run.key]
         for choice in run.choices:
-            if choice.text.finish is None:
+            if not choice.ended:
                 self._scheduler.remove(choice)
 
     def _start_over(self, error: Exception) -> list[TokenEvent]:

@@ -73,7 +73,7 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     current = Current()
     slots = settings.slots or (SLOTS_CPU if device.type == "cpu" else SLOTS_CUDA)
     packer = Packer(max(slots + settings.prefill_chunk, gate.STEP_TOKENS_MAX), device)
-    runner = TorchRunner(model, current, packer, Sampler(text.end_ids, text.token_bytes))
+    runner = TorchRunner(model, current, packer, Sampler(text.end_ids, text.token_bytes, text.special_ids))
     with phases("check"):
         _attach(shapes, current, gate.BLOCKS, dtype, device)
         gate.compare(model, runner, reference, dtype)

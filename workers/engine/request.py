@@ -16,7 +16,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     tenant: str
     prompt_ids: list[int]
     sampling: Sampling
-    prefix: list[list[int]] = []  # per choice: output ids generated before (by another worker); [] = none
+    prefix: list[list[int]] = []  # per choice: ids handed out before (by another worker), an echo's too; [] = none
 
 
 class TokenEvent(msgspec.Struct, kw_only=True):
@@ -35,6 +35,7 @@ class TokenEvent(msgspec.Struct, kw_only=True):
     text: list[str] = []
     logprobs: list[Logprob] | None = None
     before: list[str] | None = None  # one text for each id of the prefix
+    echo: bool = False  # the ids are of the prompt (Sampling.echo): they come before all others, and are not sampled
     finish: str | None = None  # "stop" | "length": this choice is complete
     usage: Usage | None = None  # with the finish of the last choice of the run
     error: tuple[str, str] | None = None  # (code of shared.errors, message): the whole run ended

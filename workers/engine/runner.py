@@ -8,7 +8,7 @@ import torch
 from workers.engine.attention import Current
 from workers.engine.batch import Packer
 from workers.engine.engine import Drawn
-from workers.engine.sampler import Sampler
+from workers.engine.sampler import Sampler, Scored
 from workers.engine.scheduler import StepPlan
 
 
@@ -23,7 +23,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        """[n, vocabulary]: a row for each slice that samples, in the order of the plan."""
+        """[n, vocabulary]: the rows of batch.logit_rows_of."""
         batch = self.packer.pack(plan)
         self.current.batch = batch
         output = self.model(
@@ -37,4 +37,9 @@ class TorchRunner:
     @torch.inference_mode()
     def sample(self, plan: StepPlan, computed: torch.Tensor) -> Drawn:
         sequences = [part.sequence for part in plan.slices if part.samples]
-        return self.sampler.draw(computed, sequences) if sequences else Drawn([])
+        drawn = self.sampler.draw(computed[: len(sequences)], sequences) if sequences else Drawn([])
+        if len(computed) > len(sequences):
+            prompts = [Scored(part.sequence, part.scored) for part in plan.slices if part.scored]
+            drawn.prompt_logprobs, failed = self.sampler.score(computed[len(sequences) :], prompts)
+            drawn.failed += failed
+        return drawn

@@ -1,53 +1,82 @@
 """From logits to tokens, for a batch in which each row has its own parameters.
 
-The order: raw log probabilities, logit bias and min_tokens, penalties; greedy rows end here; temperature, min-p, top-k,
-top-p, draw. The meaning of each is vLLM's. Each of the three filters is a threshold on the logits, so that no row is sorted:
-what ties with the last logit that passes, passes too.
+The order: raw log probabilities, grammar, logit bias and min_tokens, penalties; greedy rows end here; temperature, min-p,
+top-k, top-p, draw. The meaning of each is vLLM's. Each of the three filters is a threshold on the logits, so that no row is
+sorted: what ties with the last logit that passes, passes too.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shared.wire import Logprob, Sampling, TopLogprob
+from workers.engine.counts import Counts
 from workers.engine.draws import uniform
 from workers.engine.engine import Drawn
+from workers.engine.grammar import GrammarFailed
 from workers.engine.scheduler import Sequence
 from workers.engine.text import stop_ids
 
 GREEDY_TEMPERATURE = 1e-5  # below it
 NUCLEUS_HEADS = (512, 8192)  # how many of the likeliest tokens usually decide top-p
 CDF_CHUNK = 256
+SCORED_ROWS = 64  # of a prompt at once: their log probabilities are in float32
+
+
+class NotFinite(ArithmeticError):
+    """The model computed logits that are no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite")
 
 
 @dataclass(slots=True)
-class Counts:
-    """How often each token occurs in a sequence, kept up to date token by token."""
+class Scored:
+    """Positions of a prompt whose tokens' log probabilities are wanted."""
 
-    prompt: set[int]
-    output: Counter[int] = field(default_factory=Counter)
-    counted: int = 0  # output tokens in `output`
+    sequence: Sequence
+    positions: range
 
 
 class Sampler:
     """Draws one token for each row of logits."""
 
-    def __init__(self, end_ids: frozenset[int], token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self,
+        end_ids: frozenset[int],
+        token_bytes: Callable[[int], bytes],
+        special_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._end_ids = end_ids
         self._token_bytes = token_bytes
+        self._special_ids = special_ids
 
     def draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
-        """`logits` [n, vocabulary] of any float dtype, overwritten; one row for each of `sequences`."""
+        """`logits` [n, vocabulary] of any float dtype, overwritten; one row for each of `sequences`.
+
+        A row that has no token to give is in `failed`; the others are drawn as if it were not there.
+        """
         samplings = [sequence.sampling for sequence in sequences]
+        failed: dict[int, Exception] = {}
+        forbidden = _forbidden(sequences, logits.shape[-1], failed)  # before anything that waits for the device
         logits = logits.float()
         raw = self._raw_logprobs(logits, samplings)
+        for row, mask in forbidden.items():
+            if not bool(logits[row].max().isfinite()):  # the mask may hide it
+                failed[row] = NotFinite()
+            logits[row].masked_fill_(torch.from_numpy(mask).to(logits.device), -math.inf)
         for row, sequence in enumerate(sequences):
             self._adjust(logits[row], sequence)
         tokens = _argmax(logits)
-        drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature >= GREEDY_TEMPERATURE]
+        best = logits.gather(1, tokens.unsqueeze(1))  # NaN is the largest number to an argmax
+        for row in (~best.isfinite()).nonzero()[:, 0].tolist():
+            failed.setdefault(row, NotFinite())
+        drawn = [
+            row for row, each in enumerate(samplings) if each.temperature >= GREEDY_TEMPERATURE and row not in failed
+        ]
         if drawn:
             all_drawn = len(drawn) == len(sequences)
             chosen = self._draw_rows(logits if all_drawn else logits[drawn], [sequences[row] for row in drawn])
@@ -56,7 +85,30 @@ class Sampler:
             else:
                 tokens[torch.tensor(drawn, device=tokens.device)] = chosen
         ids = tokens.tolist()
-        return Drawn(ids, None if raw is None else self._logprobs(raw, ids, samplings))
+        logprobs = None if raw is None else self._logprobs(raw, ids, [_wanted(each) for each in samplings])
+        return Drawn(ids, logprobs, failed=[(sequences[row], error) for row, error in failed.items()])
+
+    def score(
+        self, logits: torch.Tensor, prompts: list[Scored]
+    ) -> tuple[list[list[Logprob]], list[tuple[Sequence, Exception]]]:
+        """Log probabilities of tokens that are there already, and whose are no numbers.
+
+        `logits` [n, vocabulary]: a row for each position of each of `prompts`, in their order.
+        """
+        result: list[list[Logprob]] = []
+        failed: list[tuple[Sequence, Exception]] = []
+        row = 0
+        for prompt in prompts:
+            sequence, scores = prompt.sequence, []
+            for start in range(prompt.positions.start, prompt.positions.stop, SCORED_ROWS):
+                ids = sequence.tokens[start : min(start + SCORED_ROWS, prompt.positions.stop)]
+                raw = torch.log_softmax(logits[row : row + len(ids)].float(), -1)
+                row += len(ids)
+                if bool(raw.isnan().any()):
+                    failed.append((sequence, NotFinite()))
+                scores += self._logprobs(raw, ids, [sequence.sampling.prompt_logprobs or 0] * len(ids))
+            result.append([each for each in scores if each is not None])
+        return result, failed
 
     def _adjust(self, logits: torch.Tensor, sequence: Sequence) -> None:
         """Bias, min_tokens and penalties on one row, in place."""
@@ -82,17 +134,16 @@ class Sampler:
 
     def _raw_logprobs(self, logits: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor | None:
         """[n, vocabulary] log probabilities before anything is changed, if a row asks for them."""
-        if all(sampling.logprobs is None for sampling in samplings):
-            return None
-        return torch.log_softmax(logits, -1)
+        return torch.log_softmax(logits, -1) if any(sampling.scored for sampling in samplings) else None
 
-    def _logprobs(self, raw: torch.Tensor, ids: list[int], samplings: list[Sampling]) -> list[Logprob | None]:
+    def _logprobs(self, raw: torch.Tensor, ids: list[int], wanted: list[int | None]) -> list[Logprob | None]:
+        """Of `ids`, one in each row of `raw`, with the likeliest where a number of them is wanted."""
         result: list[Logprob | None] = []
-        for row, (token, sampling) in enumerate(zip(ids, samplings, strict=True)):
-            if sampling.logprobs is None:
+        for row, (token, top) in enumerate(zip(ids, wanted, strict=True)):
+            if top is None:
                 result.append(None)
                 continue
-            values, top = raw[row].topk(sampling.logprobs)
+            values, likeliest = raw[row].topk(top)
             result.append(
                 Logprob(
                     id=token,
@@ -100,23 +151,40 @@ class Sampler:
                     bytes=self._token_bytes(token),
                     top=[
                         TopLogprob(id=each, logprob=_finite(value), bytes=self._token_bytes(each))
-                        for each, value in zip(top.tolist(), values.tolist(), strict=True)
+                        for each, value in zip(likeliest.tolist(), values.tolist(), strict=True)
                     ],
+                    special=token in self._special_ids,
                 )
             )
         return result
 
 
+def _wanted(sampling: Sampling) -> int | None:
+    """How many of the likeliest tokens are wanted with an output token; None: not even its own log probability."""
+    return 0 if sampling.scored and sampling.logprobs is None else sampling.logprobs
+
+
+def _forbidden(sequences: list[Sequence], width: int, failed: dict[int, Exception]) -> dict[int, np.ndarray]:
+    """By row, the tokens that a grammar does not let come next: [width] bool."""
+    masks: dict[int, np.ndarray] = {}
+    for row, sequence in enumerate(sequences):
+        if sequence.matcher is not None:
+            try:
+                masks[row] = sequence.matcher.forbidden(width)
+            except GrammarFailed as error:
+                failed[row] = error
+    return masks
+
+
 def _penalise(logits: torch.Tensor, sampling: Sampling, counts: Counts) -> None:
-    output = torch.tensor(list(counts.output), dtype=torch.int64, device=logits.device)
     if sampling.repetition_penalty != 1:
-        both = torch.tensor(list(counts.prompt | counts.output.keys()), dtype=torch.int64, device=logits.device)
-        both = both[both < len(logits)]
+        both = torch.from_numpy(counts.seen).to(logits.device)
         values = logits[both]
         penalty = sampling.repetition_penalty
         logits[both] = torch.where(values > 0, values / penalty, values * penalty)
-    if len(output):
-        times = torch.tensor(list(counts.output.values()), dtype=torch.float32, device=logits.device)
+    if len(counts.output):
+        output = torch.from_numpy(counts.output).to(logits.device)
+        times = torch.from_numpy(counts.times).to(logits.device)
         logits[output] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
 
@@ -124,11 +192,9 @@ def _counts(sequence: Sequence) -> Counts:
     """The counts of a sequence: they are kept with it, so that each token is counted once."""
     counts = sequence.memo
     if counts is None:
-        counts = sequence.memo = Counts(set(sequence.tokens[: sequence.prompt_length]))
+        counts = sequence.memo = Counts(sequence.tokens[: sequence.prompt_length])
     assert isinstance(counts, Counts)
-    for token in sequence.tokens[sequence.prompt_length + counts.counted :]:
-        counts.output[token] += 1
-    counts.counted = sequence.output_index
+    counts.add(sequence.tokens[sequence.prompt_length + counts.counted :])
     return counts
 
 

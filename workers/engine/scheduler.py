@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from shared.wire import Sampling
 from workers.engine.blocks import BLOCK_TOKENS, BlockPool, blocks_for
 
+NOTHING = range(0)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -31,6 +33,8 @@ class Sequence:
     failures: int = 0  # steps that raised with this sequence in them
     alone: bool = False  # such a step is being repeated with this sequence only
     memo: Any = None  # what the runner keeps with a sequence; it lives and ends with it
+    matcher: Any = None  # what its grammar lets come next (grammar.Matcher)
+    score_from: int | None = None  # first position of the prompt whose log probability is still to be handed out
 
     @property
     def output_index(self) -> int:
@@ -46,6 +50,17 @@ class Slice:
     start: int
     count: int
     samples: bool  # they reach the end: the next token is sampled
+
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt whose log probabilities are computed here and still to be handed out.
+
+        What is computed at a position is of the token after it: that of the first token nobody computes.
+        """
+        first = self.sequence.score_from
+        if first is None:
+            return NOTHING
+        return range(max(self.start + 1, first), min(self.start + self.count + 1, self.sequence.prompt_length))
 
 
 @dataclass(slots=True)

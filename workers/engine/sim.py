@@ -9,12 +9,13 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Unsupported
 from shared.records import EngineSettings
-from shared.wire import Input, Logprob, TopLogprob
+from shared.wire import Grammar, Input, Logprob, TopLogprob
 from workers.engine.blocks import BLOCK_TOKENS
 from workers.engine.engine import BatchEngine, Drawn
 from workers.engine.load import LoadRefused
@@ -22,6 +23,9 @@ from workers.engine.request import EngineInfo
 from workers.engine.scheduler import Sequence as Choice
 from workers.engine.scheduler import StepPlan
 from workers.engine.text import TextStream
+
+if TYPE_CHECKING:
+    from workers.engine.grammar import Matcher
 
 SYLLABLES = [consonant + vowel for consonant in "bdfghklmnprstvwz" for vowel in ("a", "e", "i", "o")]
 WORDS = [f" {first}{second}" for first in SYLLABLES for second in SYLLABLES]
@@ -68,6 +72,7 @@ class SimulatedText:
 
     vocabulary_size = VOCABULARY_SIZE
     end_ids: frozenset[int] = frozenset()
+    special_ids: frozenset[int] = frozenset()
 
     def encode(self, prompt: Input) -> list[int]:
         if prompt.token_ids is not None:
@@ -83,6 +88,12 @@ class SimulatedText:
 
     def stream(self, prompt_ids: Sequence[int]) -> TextStream:
         return _WORD_STREAM
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(WORDS[token] for token in ids)
+
+    def matcher(self, grammar: Grammar) -> "Matcher":
+        raise Unsupported("a simulated model cannot follow a grammar", param="response_format")
 
     def token_bytes(self, token: int) -> bytes:
         return WORDS[token].encode()
@@ -127,7 +138,7 @@ class SimulatedRunner:
                     logprobs.append(_logprob(token, sequence.sampling.logprobs))
                 elif logprobs is not None:
                     logprobs.append(None)
-        return Drawn(tokens, logprobs)
+        return Drawn(tokens, logprobs, _prompt_logprobs(plan))
 
 
 def load_simulated(profile: str, settings: EngineSettings) -> BatchEngine:
@@ -154,6 +165,15 @@ def _base(sequence: Choice) -> int:
     if sequence.sampling.temperature > 0:
         prompt.update((sequence.sampling.seed & _U64).to_bytes(8, "little") + sequence.choice.to_bytes(4, "little"))
     return int.from_bytes(prompt.digest(), "little")
+
+
+def _prompt_logprobs(plan: StepPlan) -> list[list[Logprob]]:
+    scored = [(part.sequence, part.scored) for part in plan.slices]
+    return [
+        [_logprob(sequence.tokens[position], sequence.sampling.prompt_logprobs or 0) for position in positions]
+        for sequence, positions in scored
+        if positions
+    ]
 
 
 def _logprob(token: int, count: int) -> Logprob:

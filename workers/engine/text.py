@@ -1,9 +1,12 @@
 """From token ids to text, one id at a time: incremental detokenising and stop strings."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from shared.wire import Input, Sampling
+from shared.wire import Grammar, Input, Sampling
+
+if TYPE_CHECKING:
+    from workers.engine.grammar import Matcher
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_IDS = 6  # of the prompt: what a tokenizer needs to know whether a word begins inside a sentence
@@ -25,11 +28,18 @@ class TextSide(Protocol):
 
     vocabulary_size: int
     end_ids: frozenset[int]  # end of sequence
+    special_ids: frozenset[int]  # they add nothing to the text
 
     def encode(self, prompt: Input) -> list[int]:
         """Prompt ids. Thread-safe. Raises BadRequest."""
 
     def stream(self, prompt_ids: Sequence[int]) -> TextStream: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, all at once."""
+
+    def matcher(self, grammar: Grammar) -> "Matcher":
+        """A matcher at the beginning of an output. Thread-safe. Raises BadRequest or Unsupported."""
 
     def token_bytes(self, token: int) -> bytes:
         """What a token alone adds to the text."""
@@ -115,15 +125,23 @@ def _overlap(text: str, stop: str) -> int:
 class OutputText:
     """The text of one choice, and when it ends.
 
-    Its ids go through `push` one by one, in order; ids of a resumed prefix too, with their text thrown away, so that
-    what an id releases depends on the ids up to it and on nothing else.
+    Its ids go through `push` one by one, in order; ids of a resumed prefix too, so that what an id releases, and where a
+    grammar stands, depends on the ids up to it and on nothing else.
     """
 
-    __slots__ = ("_count", "_count_max", "_count_min", "_end_ids", "_matcher", "_stream", "finish")
+    __slots__ = ("_count", "_count_max", "_count_min", "_end_ids", "_grammar", "_stops", "_stream", "finish")
 
-    def __init__(self, stream: TextStream, sampling: Sampling, end_ids: frozenset[int], count_max: int) -> None:
+    def __init__(
+        self,
+        stream: TextStream,
+        sampling: Sampling,
+        end_ids: frozenset[int],
+        count_max: int,
+        grammar: "Matcher | None" = None,
+    ) -> None:
         self._stream = stream
-        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._grammar = grammar
+        self._stops = StopMatcher(sampling.stop) if sampling.stop else None
         self._end_ids = stop_ids(sampling, end_ids)
         self._count = 0
         self._count_min = sampling.min_tokens
@@ -131,32 +149,33 @@ class OutputText:
         self.finish: str | None = None if count_max > 0 else "length"
 
     def push(self, token: int) -> str:
-        """The text that `token` releases. Sets `finish` if it is the last."""
+        """The text that `token` releases. Sets `finish` if it is the last. Raises GrammarFailed."""
         self._count += 1
         may_stop = self._count > self._count_min
+        complete = self._grammar is not None and self._grammar.advance(token)
         if may_stop and token in self._end_ids:
             self.finish = "stop"
             return self._rest()
         text = self._stream.step(token)
-        if self._matcher is not None and may_stop:
-            text, stopped = self._matcher.push(text)
+        if self._stops is not None and may_stop:
+            text, stopped = self._stops.push(text)
             if stopped:
                 self.finish = "stop"
                 return text
-        if self._count >= self._count_max:
-            self.finish = "length"
+        if complete or self._count >= self._count_max:
+            self.finish = "stop" if complete else "length"
             text += self._rest()
         return text
 
     def _rest(self) -> str:
         rest = self._stream.flush()
-        if self._matcher is None:
+        if self._stops is None:
             return rest
         if rest:
-            rest, stopped = self._matcher.push(rest)
+            rest, stopped = self._stops.push(rest)
             if stopped:
                 return rest
-        return rest + self._matcher.flush()
+        return rest + self._stops.flush()
 
 
 def stop_ids(sampling: Sampling, end_ids: frozenset[int]) -> frozenset[int]:

@@ -8,7 +8,8 @@ import msgspec
 from transformers import AutoTokenizer
 
 from shared.errors import BadRequest
-from shared.wire import ChatMessage, Input
+from shared.wire import ChatMessage, Grammar, Input
+from workers.engine.grammar import Grammars, Matcher
 from workers.engine.load import LoadRefused
 from workers.engine.text import CONTEXT_IDS, Detokenizer, TextStream
 
@@ -25,6 +26,9 @@ class HuggingFaceText:
         self._backend.no_padding()
         self._token_bytes: dict[int, bytes] = {}
         self._pieces = _byte_level_pieces() if "ByteLevel" in repr(self._backend.decoder) else {}
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, how in added.items() if how.special)
+        self._grammars = Grammars(vocabulary_size, self._bytes, sorted(self.special_ids), end_ids, self._plain_ids)
 
     def encode(self, prompt: Input) -> list[int]:
         param = "prompt"
@@ -43,6 +47,12 @@ class HuggingFaceText:
     def stream(self, prompt_ids: Sequence[int]) -> TextStream:
         return Detokenizer(self._decode, prompt_ids[-CONTEXT_IDS:])
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._decode(list(ids))
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        return self._grammars.matcher(grammar)
+
     def token_bytes(self, token: int) -> bytes:
         known = self._token_bytes.get(token)
         if known is None:
@@ -51,6 +61,10 @@ class HuggingFaceText:
 
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=True)
+
+    def _plain_ids(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
 
     def _ids(self, text: str, special: bool, param: str) -> list[int]:
         try:
