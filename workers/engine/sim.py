@@ -4,7 +4,9 @@ Everything but forward and sampling is the real engine: scheduling, blocks, text
 """
 
 import hashlib
+import os
 import re
+import signal
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ WORDS = [f" {first}{second}" for first in SYLLABLES for second in SYLLABLES]
 VOCABULARY_SIZE = len(WORDS)  # 4096
 MAX_MODEL_LEN = 8192
 MAX_TOKENS_DEFAULT = 64
+DEADLY_WORD = "deadly"
 _U64 = (1 << 64) - 1
 
 
@@ -41,6 +44,9 @@ class Profile(msgspec.Struct, frozen=True):
     slots: int
     blocks: int
     step_ms: Callable[[int], float] | None  # None: no time at all
+    mortal: bool = (
+        False  # a step with a prompt that begins with DEADLY_WORD ends the process, as a fault in a kernel does
+    )
 
 
 def interpolated(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
@@ -55,16 +61,16 @@ def interpolated(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
 
 
 def profile_named(name: str) -> Profile:
-    """`zero`, `a100-13b` or `fixed-<n>ms`. Raises LoadRefused for another name."""
+    """`zero`, `a100-13b`, `fixed-<n>ms` or `mortal-<n>ms`. Raises LoadRefused for another name."""
     if name == "zero":
         return Profile(256, 16_384, None)
     if name == "a100-13b":
         # 13 GB for keys and values of 0.8 MB a token
         return Profile(45, 16_250 // BLOCK_TOKENS, interpolated([(20, 20.0), (45, 22.0), (80, 45.0)]))
-    if match := re.fullmatch(r"fixed-(\d+)ms", name):
-        milliseconds = float(match[1])
-        return Profile(256, 16_384, lambda _: milliseconds)
-    raise LoadRefused(f"no simulated profile {name!r}: there are zero, a100-13b and fixed-<n>ms")
+    if match := re.fullmatch(r"(fixed|mortal)-(\d+)ms", name):
+        milliseconds = float(match[2])
+        return Profile(256, 16_384, lambda _: milliseconds, match[1] == "mortal")
+    raise LoadRefused(f"no simulated profile {name!r}: there are zero, a100-13b, fixed-<n>ms and mortal-<n>ms")
 
 
 class SimulatedText:
@@ -114,12 +120,15 @@ _WORD_STREAM = _WordStream()
 class SimulatedRunner:
     """Output token i of choice c is a hash of (prompt ids, seed, c, i); at temperature 0 of (prompt ids, i)."""
 
-    def __init__(self, step_ms: Callable[[int], float] | None) -> None:
+    def __init__(self, step_ms: Callable[[int], float] | None, mortal: bool = False) -> None:
         self._step_ms = step_ms
+        self._deadly = _word_id(DEADLY_WORD) if mortal else -1
 
     def forward(self, plan: StepPlan) -> None:
         if self._step_ms is not None:
             time.sleep(self._step_ms(len(plan.slices)) / 1e3)
+        if self._deadly >= 0 and any(part.sequence.tokens[0] == self._deadly for part in plan.slices):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def sample(self, plan: StepPlan, computed: None) -> Drawn:
         tokens = []
@@ -152,7 +161,7 @@ def load_simulated(profile: str, settings: EngineSettings) -> BatchEngine:
         device="simulated",
         dtype="none",
     )
-    runner = SimulatedRunner(simulated.step_ms)
+    runner = SimulatedRunner(simulated.step_ms, simulated.mortal)
     return BatchEngine(runner, SimulatedText(), info, settings.prefill_chunk, MAX_TOKENS_DEFAULT)
 
 

@@ -116,7 +116,7 @@ def test_settings_change_the_sizes() -> None:
 
 @pytest.mark.parametrize("profile", ["", "one", "fixed-ms", "fixed-20", "zero "])
 def test_an_unknown_profile_is_refused_with_the_known_ones(profile: str) -> None:
-    with pytest.raises(LoadRefused, match=r"zero, a100-13b and fixed-<n>ms"):
+    with pytest.raises(LoadRefused, match=r"zero, a100-13b, fixed-<n>ms and mortal-<n>ms"):
         load_engine(f"sim:{profile}", None, EngineSettings(), 0)
 
 
