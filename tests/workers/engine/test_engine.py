@@ -231,6 +231,26 @@ def test_a_runner_that_draws_too_few_tokens_does_not_end_the_engine() -> None:
     asyncio.run(main())
 
 
+def test_a_row_that_fails_ends_its_own_run_with_nothing_committed() -> None:
+    class Failing(CountingRunner):
+        def sample(self, plan: StepPlan, computed: None) -> Drawn:
+            drawn = super().sample(plan, computed)
+            broken = [
+                part.sequence for part in plan.slices if part.sequence.key == "b" and part.sequence.output_index == 3
+            ]
+            drawn.failed = [(each, ArithmeticError("no number")) for each in broken if each.choice == 1]
+            return drawn
+
+    first, second, third = run_all(
+        counting_engine(Failing()), request("a", [100]), request("b", [200], n=2), request("c", [300])
+    )
+    assert second.error is not None
+    assert second.error[0] == "engine_failed"
+    assert "no number" in second.error[1]
+    assert second.ids == {0: numbers(200, 3), 1: numbers(200, 3)}
+    assert [first.ids, third.ids] == [{0: numbers(100, 12)}, {0: numbers(300, 12)}]
+
+
 def test_text_that_fails_ends_its_own_run_only() -> None:
     class Babbling(CountingRunner):
         def sample(self, plan: StepPlan, computed: None) -> Drawn:

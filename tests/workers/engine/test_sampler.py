@@ -4,13 +4,16 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from shared.wire import Sampling
+from workers.engine.counts import Counts
 from workers.engine.draws import uniform
 from workers.engine.engine import Drawn
-from workers.engine.sampler import NUCLEUS_HEADS, Sampler
+from workers.engine.grammar import GrammarFailed
+from workers.engine.sampler import NUCLEUS_HEADS, SCORED_ROWS, NotFinite, Sampler, Scored
 from workers.engine.scheduler import Sequence
 
 END = 7
@@ -214,3 +217,112 @@ def test_half_precision_logits_are_sampled_in_single() -> None:
     logits = torch.randn(3, 200).bfloat16()
     rows = [sequence(seed=seed, logprobs=1) for seed in range(3)]
     assert draw(logits, *rows) == draw(logits.float(), *rows)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_row_that_is_no_number_fails_alone(wrong: float) -> None:
+    logits = torch.randn(5, 300)
+    rows = [
+        sequence(seed=1),
+        sequence(temperature=0.0),
+        sequence(seed=3, top_p=0.9),
+        sequence(seed=4),
+        sequence(seed=5),
+    ]
+    whole = draw(logits, *rows)
+    assert whole.failed == []
+    broken = logits.clone()
+    broken[1, 17], broken[3, 200] = wrong, wrong
+    drawn = draw(broken, *rows)
+    assert [(rows.index(row), str(error)) for row, error in drawn.failed] == [
+        (1, "the model's logits are not finite"),
+        (3, "the model's logits are not finite"),
+    ]
+    assert [drawn.tokens[row] for row in (0, 2, 4)] == [whole.tokens[row] for row in (0, 2, 4)]
+
+
+class Allowing:
+    """Stands for a grammar's matcher."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+
+    def forbidden(self, width: int) -> np.ndarray:
+        if not self.tokens:
+            raise GrammarFailed("nothing may follow")
+        return ~np.isin(np.arange(width), self.tokens)
+
+
+def constrained(matcher: Allowing, **sampling: Any) -> Sequence:
+    row = sequence(**sampling)
+    row.matcher = matcher
+    return row
+
+
+def test_a_grammar_masks_its_own_row_before_all_else() -> None:
+    logits = torch.zeros(3, 50)
+    logits[:, 9] = 5
+    rows = [
+        constrained(Allowing(3, 4), temperature=0.0, logit_bias={4: 1.0, 9: 90.0}, logprobs=1),
+        sequence(temperature=0.0),
+        constrained(Allowing(6), seed=1, top_k=1),
+    ]
+    drawn = draw(logits, *rows)
+    assert drawn.tokens == [4, 9, 6]
+    assert drawn.logprobs is not None
+    assert drawn.logprobs[0] is not None
+    assert drawn.logprobs[0].top[0].id == 9  # log probabilities are the model's own
+    counts = Counter(
+        token for seed in range(20) for token in draw(logits[:1], constrained(Allowing(3, 4, 30), seed=seed)).tokens
+    )
+    assert set(counts) == {3, 4, 30}
+
+
+def test_a_grammar_neither_hides_broken_logits_nor_fails_others() -> None:
+    logits = torch.zeros(3, 50)
+    logits[0, 7] = math.nan
+    rows = [constrained(Allowing(3)), constrained(Allowing()), constrained(Allowing(8))]
+    drawn = draw(logits, *rows)
+    assert [(rows.index(row), type(error)) for row, error in drawn.failed] == [(1, GrammarFailed), (0, NotFinite)]
+    assert drawn.tokens[2] == 8
+
+
+def test_prompts_are_scored_in_pieces_and_broken_ones_named() -> None:
+    count = SCORED_ROWS + 5
+    row = sequence(prompt=[token % 50 for token in range(count + 1)], prompt_logprobs=2, echo=True)
+    logits = torch.randn(count + 3, 50)
+    other = sequence(prompt=[1, 2, 3, 4], prompt_logprobs=0, echo=True)
+    scores, failed = sampler().score(logits, [Scored(row, range(1, count + 1)), Scored(other, range(1, 4))])
+    assert failed == []
+    expected = logits.log_softmax(-1)
+    assert [each.id for each in scores[0]] == row.tokens[1:]
+    assert [each.logprob for each in scores[0]] == pytest.approx(
+        [expected[index, token].item() for index, token in enumerate(row.tokens[1:])], abs=1e-5
+    )
+    assert scores[0][-1].top[0].id == logits[count - 1].argmax().item()
+    assert [(each.id, each.top) for each in scores[1]] == [(2, []), (3, []), (4, [])]
+    logits[count + 1, 3] = math.nan
+    _, failed = sampler().score(logits, [Scored(row, range(1, count + 1)), Scored(other, range(1, 4))])
+    assert [each for each, _ in failed] == [other]
+
+
+def test_special_tokens_are_marked() -> None:
+    it = Sampler(frozenset({END}), lambda token: b"<end>", frozenset({END}))
+    logits = torch.zeros(1, 10)
+    logits[0, END] = 3
+    logprobs = it.draw(logits, [sequence(temperature=0.0, logprobs=0)]).logprobs
+    assert logprobs is not None
+    assert logprobs[0] is not None
+    assert (logprobs[0].special, logprobs[0].bytes) == (True, b"<end>")
+
+
+def test_counts_are_those_of_a_counter_however_they_grow() -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 400, (900,), generator=generator).tolist()
+    counts = Counts(tokens[:100])
+    for start, end in ((100, 101), (101, 500), (500, 900)):
+        counts.add(tokens[start:end])
+    assert counts.counted == 800
+    assert dict(zip(counts.output.tolist(), counts.times.tolist(), strict=True)) == Counter(tokens[100:])
+    assert sorted(counts.seen.tolist()) == sorted(set(tokens))
+    assert len(set(counts.seen.tolist())) == len(counts.seen)
