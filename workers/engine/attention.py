@@ -44,6 +44,12 @@ def attach(module: torch.nn.Module, layer: Layer) -> None:
     setattr(module, _ATTRIBUTE, layer)
 
 
+def detach(module: torch.nn.Module) -> None:
+    """Forget the module's layer, if it has one, and with it the cache that the layer holds."""
+    if hasattr(module, _ATTRIBUTE):
+        delattr(module, _ATTRIBUTE)
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, query heads, tokens, D], rotated

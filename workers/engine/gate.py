@@ -10,8 +10,8 @@ from torch import nn
 
 from shared.wire import Sampling
 from workers.engine.attention import NAME, Layer, Variant, attach
+from workers.engine.engine import Runner
 from workers.engine.load import LoadRefused
-from workers.engine.runner import TorchRunner
 from workers.engine.scheduler import Sequence, Slice, StepPlan
 
 OTHER_ENGINE = "a vLLM engine may serve it"
@@ -114,7 +114,7 @@ def reference_logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def compare(model: Any, runner: TorchRunner, reference: torch.Tensor, dtype: torch.dtype) -> None:
+def compare(model: Any, runner: Runner, reference: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise LoadRefused unless `runner`, packed, paged and in chunks, computes what the model computes."""
     prompt = prompt_ids(model.get_input_embeddings().num_embeddings)
     sequences = [

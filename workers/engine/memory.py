@@ -25,7 +25,7 @@ def block_bytes(layers: list[LayerShape], dtype: torch.dtype) -> int:
 def blocks_that_fit(per_block: int, device: torch.device, slots: int, max_model_len: int) -> int:
     """Blocks for `slots` sequences of full length, or what the memory allows. Raises LoadRefused if it allows none."""
     cuda = device.type == "cuda"
-    free = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE if cuda else _available() * CPU_SHARE)
+    free = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE if cuda else available() * CPU_SHARE)
     blocks = min(slots * blocks_for(max_model_len), free // per_block)
     if blocks < 1:
         raise LoadRefused(f"no memory for keys and values: {free} bytes may be used, one block has {per_block}")
@@ -45,7 +45,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _available() -> int:
+def available() -> int:
     """Bytes that this process may still take: of the machine, and of its cgroup where that has a limit."""
     available = psutil.virtual_memory().available
     try:

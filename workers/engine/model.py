@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from shared.records import EngineSettings
-from workers.engine import attention, gate
-from workers.engine.attention import Current
-from workers.engine.attention_paged import PagedLayer, Scratch
-from workers.engine.batch import Packer
+from workers.engine import attention, gate, sizing
 from workers.engine.blocks import BLOCK_TOKENS
+from workers.engine.device import Device, PlainDevice
 from workers.engine.engine import BatchEngine
 from workers.engine.linear import can_pack, pack_linears
 from workers.engine.load import LoadRefused
-from workers.engine.memory import block_bytes, blocks_that_fit, zeros
+from workers.engine.memory import available
 from workers.engine.request import EngineInfo
-from workers.engine.runner import TorchRunner
 from workers.engine.sampler import Sampler
 from workers.engine.tokenizer import HuggingFaceText, load_tokenizer
 
@@ -62,7 +59,8 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     with phases("tokenizer"):
         tokenizer = load_tokenizer(directory)
     with phases("weights"):
-        model = _weights(directory, config, dtype).to(device).eval()
+        sizing.refuse_weights(sizing.weight_bytes(directory, dtype.itemsize), *_free(device))
+        model = _weights(directory, config, dtype, device).eval()
     with phases("gate"):
         shapes = gate.probe(model, config.get_text_config().num_hidden_layers)
         reference = gate.reference_logits(model)
@@ -70,17 +68,16 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
         if can_pack(device, dtype):
             pack_linears(model)
     text = HuggingFaceText(tokenizer, reference.shape[-1], _end_ids(model, tokenizer))
-    current = Current()
     slots = settings.slots or (SLOTS_CPU if device.type == "cpu" else SLOTS_CUDA)
-    packer = Packer(max(slots + settings.prefill_chunk, gate.STEP_TOKENS_MAX), device)
-    runner = TorchRunner(model, current, packer, Sampler(text.end_ids, text.token_bytes, text.special_ids))
+    sampler = Sampler(text.end_ids, text.token_bytes, text.special_ids)
+    side = _device_side(device)(model, shapes, sampler, settings, dtype, slots, max_model_len)
     with phases("check"):
-        _attach(shapes, current, gate.BLOCKS, dtype, device)
-        gate.compare(model, runner, reference, dtype)
+        side.attach(gate.BLOCKS)
+        gate.compare(model, side.runner, reference, dtype)
     with phases("cache"):
-        per_block = block_bytes(shapes, dtype)
-        blocks = settings.kv_blocks or blocks_that_fit(per_block, device, slots, max_model_len)
-        _attach(shapes, current, blocks, dtype, device)
+        blocks = side.blocks()
+        side.attach(blocks)
+        side.finish()
     info = EngineInfo(
         max_model_len=min(max_model_len, blocks * BLOCK_TOKENS),
         slots=slots,
@@ -90,7 +87,7 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
         load_seconds=phases.seconds,
     )
     log.info("loaded %s: %s", directory.name, info)
-    return BatchEngine(runner, text, info, settings.prefill_chunk)
+    return BatchEngine(side.runner, text, info, settings.prefill_chunk)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -122,13 +119,14 @@ def _max_model_len(settings: EngineSettings, config: Any) -> int:
     return int(wanted)
 
 
-def _weights(directory: Path, config: Any, dtype: torch.dtype) -> Any:
+def _weights(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
             attn_implementation=attention.NAME,
+            device_map=None if device.type == "cpu" else {"": device},  # onto a GPU without a copy in the host's memory
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -141,16 +139,20 @@ def _weights(directory: Path, config: Any, dtype: torch.dtype) -> Any:
         raise LoadRefused(f"the weights cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _attach(
-    shapes: list[gate.LayerShape], current: Current, blocks: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Give each attention layer its part of a cache of `blocks` blocks."""
-    slots = blocks * BLOCK_TOKENS
-    scratch = Scratch(device)
-    for shape in shapes:
-        keys = zeros((shape.heads, slots, shape.key_dim), dtype, device)
-        values = zeros((shape.heads, slots, shape.value_dim), dtype, device)
-        attention.attach(shape.module, PagedLayer(current, scratch, keys, values))
+def _device_side(device: torch.device) -> Callable[..., Device]:
+    if device.type != "cuda":
+        return PlainDevice
+    from workers.engine.device_cuda import cuda_device
+
+    return cuda_device
+
+
+def _free(device: torch.device) -> tuple[int, str]:
+    """Bytes that may be taken of a device, and what to call it."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, f"{torch.cuda.get_device_name(device)}'s {sizing.gib(total)}"
+    return available(), "memory"
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -36,10 +36,15 @@ class TorchRunner:
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, computed: torch.Tensor) -> Drawn:
-        sequences = [part.sequence for part in plan.slices if part.samples]
-        drawn = self.sampler.draw(computed[: len(sequences)], sequences) if sequences else Drawn([])
-        if len(computed) > len(sequences):
-            prompts = [Scored(part.sequence, part.scored) for part in plan.slices if part.scored]
-            drawn.prompt_logprobs, failed = self.sampler.score(computed[len(sequences) :], prompts)
-            drawn.failed += failed
-        return drawn
+        return sample_step(self.sampler, plan, computed)
+
+
+def sample_step(sampler: Sampler, plan: StepPlan, computed: torch.Tensor) -> Drawn:
+    """A token for each slice that samples, and the scores of prompts; `computed` [n, vocabulary] is overwritten."""
+    sequences = [part.sequence for part in plan.slices if part.samples]
+    drawn = sampler.draw(computed[: len(sequences)], sequences) if sequences else Drawn([])
+    if len(computed) > len(sequences):
+        prompts = [Scored(part.sequence, part.scored) for part in plan.slices if part.scored]
+        drawn.prompt_logprobs, failed = sampler.score(computed[len(sequences) :], prompts)
+        drawn.failed += failed
+    return drawn

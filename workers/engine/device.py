@@ -1,0 +1,72 @@
+"""What a model needs of the device that it runs on: a runner, attention with a cache, and how large the cache may be."""
+
+from typing import Any, Protocol
+
+import torch
+
+from shared.records import EngineSettings
+from workers.engine import attention, gate
+from workers.engine.attention import Current
+from workers.engine.attention_paged import PagedLayer, Scratch
+from workers.engine.batch import Packer
+from workers.engine.blocks import BLOCK_TOKENS
+from workers.engine.engine import Runner
+from workers.engine.gate import LayerShape
+from workers.engine.memory import block_bytes, blocks_that_fit, zeros
+from workers.engine.runner import TorchRunner
+from workers.engine.sampler import Sampler
+
+
+class Device(Protocol):
+    """`attach` a small cache and try the runner, then `attach` one of `blocks()` blocks, then `finish`."""
+
+    @property
+    def runner(self) -> Runner: ...
+
+    def attach(self, blocks: int) -> None:
+        """Give each attention layer its part of a cache of `blocks` blocks."""
+
+    def blocks(self) -> int:
+        """Blocks that the free memory holds, or those that the settings ask for. Raises LoadRefused, with the sum."""
+
+    def finish(self) -> None:
+        """Prepare what needs the final cache."""
+
+
+class PlainDevice:
+    """Any device, by plain torch."""
+
+    def __init__(
+        self,
+        model: Any,
+        shapes: list[LayerShape],
+        sampler: Sampler,
+        settings: EngineSettings,
+        dtype: torch.dtype,
+        slots: int,
+        max_model_len: int,
+    ) -> None:
+        self._device: torch.device = model.device
+        self._shapes = shapes
+        self._settings = settings
+        self._dtype = dtype
+        self._slots = slots
+        self._max_model_len = max_model_len
+        self._current = Current()
+        packer = Packer(max(slots + settings.prefill_chunk, gate.STEP_TOKENS_MAX), self._device)
+        self.runner = TorchRunner(model, self._current, packer, sampler)
+
+    def attach(self, blocks: int) -> None:
+        slots = blocks * BLOCK_TOKENS
+        scratch = Scratch(self._device)
+        for shape in self._shapes:
+            keys = zeros((shape.heads, slots, shape.key_dim), self._dtype, self._device)
+            values = zeros((shape.heads, slots, shape.value_dim), self._dtype, self._device)
+            attention.attach(shape.module, PagedLayer(self._current, scratch, keys, values))
+
+    def blocks(self) -> int:
+        per_block = block_bytes(self._shapes, self._dtype)
+        return self._settings.kv_blocks or blocks_that_fit(per_block, self._device, self._slots, self._max_model_len)
+
+    def finish(self) -> None:
+        """Nothing needs it."""
