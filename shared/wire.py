@@ -61,13 +61,7 @@ class Sampling(msgspec.Struct, omit_defaults=True):
     min_tokens: int = 0
     logprobs: int | None = None  # None: none; k >= 0: of the chosen token and of the k most likely
     echo: bool = False  # the tokens of each choice begin with those of the prompt
-    prompt_logprobs: int | None = None  # with `echo`: of the prompt's tokens, as `logprobs` of the others
     grammar: Grammar | None = None
-
-    @property
-    def scored(self) -> bool:
-        """Whether tokens come with log probabilities."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
 
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):

@@ -8,6 +8,7 @@ from shared.wire import Sampling
 
 CHOICES_MAX = 128
 LOGPROBS_MAX = 20
+GRAMMAR_LENGTH_MAX = 1 << 18
 
 
 def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
@@ -24,19 +25,18 @@ def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
     ]
     if sampling.max_tokens is not None:
         limits.append(("max_tokens", sampling.max_tokens, 0 if sampling.echo else 1, math.inf))
-    for name, wanted in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
-        if wanted is not None:
-            limits.append((name, wanted, 0, min(LOGPROBS_MAX, vocabulary_size)))
+    if sampling.logprobs is not None:
+        limits.append(("logprobs", sampling.logprobs, 0, min(LOGPROBS_MAX, vocabulary_size)))
     for name, value, least, most in limits:
         if not least <= value <= most:
             bounds = f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
             raise BadRequest(f"{name} must be {bounds}, not {value}", param=name)
     if not 0 < sampling.top_p <= 1:
         raise BadRequest(f"top_p must be above 0 and at most 1, not {sampling.top_p}", param="top_p")
-    if sampling.prompt_logprobs is not None and not sampling.echo:
-        raise BadRequest("prompt_logprobs need echo", param="prompt_logprobs")
     if any(not stop for stop in sampling.stop):
         raise BadRequest("a stop string must not be empty", param="stop")
+    if sampling.grammar is not None and len(sampling.grammar.body) > GRAMMAR_LENGTH_MAX:
+        raise BadRequest(f"a grammar has at most {GRAMMAR_LENGTH_MAX} characters", param="response_format")
     check_ids(sampling.stop_token_ids, vocabulary_size, "stop_token_ids")
     check_ids(list(sampling.logit_bias), vocabulary_size, "logit_bias")
     if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):

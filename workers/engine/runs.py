@@ -90,7 +90,7 @@ class Run:
         count_max = 0 if sampling.max_tokens == 0 else length_max - prompt_length
         output = OutputText(text.stream(request.prompt_ids), sampling, text.end_ids, count_max, matcher)
         before += [output.push(token) if output.finish is None else "" for token in prefix]
-        unscored = echoed < prompt_length and sampling.prompt_logprobs is not None
+        unscored = echoed < prompt_length and sampling.logprobs is not None
         return Choice(
             key=request.key,
             tenant=request.tenant,

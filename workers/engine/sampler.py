@@ -85,7 +85,7 @@ class Sampler:
             else:
                 tokens[torch.tensor(drawn, device=tokens.device)] = chosen
         ids = tokens.tolist()
-        logprobs = None if raw is None else self._logprobs(raw, ids, [_wanted(each) for each in samplings])
+        logprobs = None if raw is None else self._logprobs(raw, ids, [each.logprobs for each in samplings])
         return Drawn(ids, logprobs, failed=[(sequences[row], error) for row, error in failed.items()])
 
     def score(
@@ -106,7 +106,7 @@ class Sampler:
                 row += len(ids)
                 if bool(raw.isnan().any()):
                     failed.append((sequence, NotFinite()))
-                scores += self._logprobs(raw, ids, [sequence.sampling.prompt_logprobs or 0] * len(ids))
+                scores += self._logprobs(raw, ids, [sequence.sampling.logprobs or 0] * len(ids))
             result.append([each for each in scores if each is not None])
         return result, failed
 
@@ -134,7 +134,9 @@ class Sampler:
 
     def _raw_logprobs(self, logits: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor | None:
         """[n, vocabulary] log probabilities before anything is changed, if a row asks for them."""
-        return torch.log_softmax(logits, -1) if any(sampling.scored for sampling in samplings) else None
+        if all(sampling.logprobs is None for sampling in samplings):
+            return None
+        return torch.log_softmax(logits, -1)
 
     def _logprobs(self, raw: torch.Tensor, ids: list[int], wanted: list[int | None]) -> list[Logprob | None]:
         """Of `ids`, one in each row of `raw`, with the likeliest where a number of them is wanted."""
@@ -157,11 +159,6 @@ class Sampler:
                 )
             )
         return result
-
-
-def _wanted(sampling: Sampling) -> int | None:
-    """How many of the likeliest tokens are wanted with an output token; None: not even its own log probability."""
-    return 0 if sampling.scored and sampling.logprobs is None else sampling.logprobs
 
 
 def _forbidden(sequences: list[Sequence], width: int, failed: dict[int, Exception]) -> dict[int, np.ndarray]:

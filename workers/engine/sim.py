@@ -179,7 +179,7 @@ def _base(sequence: Choice) -> int:
 def _prompt_logprobs(plan: StepPlan) -> list[list[Logprob]]:
     scored = [(part.sequence, part.scored) for part in plan.slices]
     return [
-        [_logprob(sequence.tokens[position], sequence.sampling.prompt_logprobs or 0) for position in positions]
+        [_logprob(sequence.tokens[position], sequence.sampling.logprobs or 0) for position in positions]
         for sequence, positions in scored
         if positions
     ]

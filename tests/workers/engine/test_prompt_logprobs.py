@@ -1,4 +1,4 @@
-"""The prompt comes back first, token by token and with log probabilities: `echo` and `prompt_logprobs`."""
+"""The prompt comes back first, token by token and with log probabilities: `echo` with `logprobs`."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,7 @@ from tiny_models import build_tiny_model, save_byte_tokenizer
 
 from shared.errors import BadRequest
 from shared.records import EngineSettings
-from shared.wire import Input, Logprob, Sampling, Usage
+from shared.wire import Grammar, Input, Logprob, Sampling, Usage
 from workers.engine.checks import check_sampling
 from workers.engine.engine import BatchEngine
 from workers.engine.load import load_engine
@@ -55,7 +55,7 @@ def echoing(tmp_path_factory: pytest.TempPathFactory) -> Echoing:
 
 
 def scored(key: str, **more: Any) -> Any:
-    return request(key, PROMPT, **({"echo": True, "logprobs": TOP, "prompt_logprobs": TOP} | more))
+    return request(key, PROMPT, **({"echo": True, "logprobs": TOP} | more))
 
 
 def run(echoing: Echoing, *requests: Any, **sizes: int) -> list[Outcome]:
@@ -109,14 +109,9 @@ def test_the_prompt_alone(echoing: Echoing) -> None:
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score(echoing: Echoing) -> None:
-    (outcome,) = run(echoing, request("a", [9], echo=True, prompt_logprobs=0, logprobs=0, max_tokens=1))
+    (outcome,) = run(echoing, request("a", [9], echo=True, logprobs=0, max_tokens=1))
     assert outcome.ids[0][0] == 9
     assert [each.logprob is None for each in outcome.logprobs[0]] == [True, False]
-
-
-def test_output_tokens_are_scored_too_when_only_the_prompts_are_asked_for(echoing: Echoing) -> None:
-    (outcome,) = run(echoing, scored("a", logprobs=None, max_tokens=2))
-    assert [len(each.top) for each in outcome.logprobs[0]] == [0, *[TOP] * (len(PROMPT) - 1), 0, 0]
 
 
 def test_a_cancelled_echo_leaves_nothing(echoing: Echoing) -> None:
@@ -160,12 +155,11 @@ def test_a_prefix_that_is_no_echo_of_the_prompt_is_refused() -> None:
     ("sampling", "param"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"echo": True, "prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"echo": True, "prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"grammar": Grammar("regex", "a" * 300_000)}, "response_format"),
     ],
 )
-def test_what_cannot_be_echoed_is_refused(sampling: dict[str, Any], param: str) -> None:
+def test_what_nobody_can_serve_is_refused(sampling: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         check_sampling(Sampling(**sampling), 1000)
     assert refused.value.param == param

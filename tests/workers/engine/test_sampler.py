@@ -289,9 +289,9 @@ def test_a_grammar_neither_hides_broken_logits_nor_fails_others() -> None:
 
 def test_prompts_are_scored_in_pieces_and_broken_ones_named() -> None:
     count = SCORED_ROWS + 5
-    row = sequence(prompt=[token % 50 for token in range(count + 1)], prompt_logprobs=2, echo=True)
+    row = sequence(prompt=[token % 50 for token in range(count + 1)], logprobs=2, echo=True)
     logits = torch.randn(count + 3, 50)
-    other = sequence(prompt=[1, 2, 3, 4], prompt_logprobs=0, echo=True)
+    other = sequence(prompt=[1, 2, 3, 4], logprobs=0, echo=True)
     scores, failed = sampler().score(logits, [Scored(row, range(1, count + 1)), Scored(other, range(1, 4))])
     assert failed == []
     expected = logits.log_softmax(-1)
