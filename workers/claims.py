@@ -480,7 +480,7 @@ class ClaimTable:
             self.holding += 1
         claim.runs += 1
         claim.run = f"{claim.id}.{claim.runs}"
-        claim.history = History(prefix, claim.delivery.request.sampling.scored)
+        claim.history = History(prefix, claim.delivery.request.sampling.logprobs is not None)
         self._runs[claim.run] = claim
         actions.append(Start(claim.run, claim.delivery.request, claim.delivery.tenant, prefix))
 
