@@ -224,7 +224,7 @@ class BatchEngine:
             if scored := part.scored:
                 scores = next(prompt_logprobs)
                 if self._runs.get(choice.run.key) is choice.run:
-                    events.append(choice.run.echo(choice, scored.stop, scores))
+                    events.append(choice.run.scored(choice, scored.stop, scores))
             if part.samples:
                 self._emit(choice, next(tokens), next(logprobs) if logprobs else None, events)
 

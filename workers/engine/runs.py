@@ -15,8 +15,35 @@ class Choice(Sequence):
     run: "Run"
     text: OutputText
     before: list[str]  # the text of the prefix, one for each of its ids
-    echoed: int  # tokens of the prompt that were handed out
+    echo: "Echo | None"
     ended: bool = False  # its finish was handed out
+
+
+class Echo:
+    """The prompt, handed out before the output.
+
+    `texts` gives one text for each id from where it stands: piece by piece where each id waits for its log probability,
+    else all with the first.
+    """
+
+    def __init__(self, ids: list[int], text: TextSide, scored: bool) -> None:
+        self.done = 0  # ids handed out
+        self._ids = ids
+        self._decode = text.decode
+        self._stream = text.stream([]) if scored else None
+
+    def texts(self, end: int) -> list[str]:
+        start, self.done = self.done, end
+        if self._stream is None:
+            texts = [""] * (end - start)
+            if start == 0 and texts:
+                texts[0] = self._decode(self._ids).rstrip(INCOMPLETE)
+            return texts
+        texts = [self._stream.step(token) for token in self._ids[start:end]]
+        if end == len(self._ids) and texts:
+            # The output completes a character that is left open.
+            texts[-1] += self._stream.flush().rstrip(INCOMPLETE)
+        return texts
 
 
 class Run:
@@ -38,25 +65,27 @@ class Run:
         events = []
         if choice.before:
             events.append(TokenEvent(key=self.key, choice=choice.choice, before=choice.before))
+        if choice.echo is None:
+            return events
         if choice.score_from is None:
-            if choice.echoed < self._prompt_length:
-                events.append(self.echo(choice, self._prompt_length, None))
-        elif choice.echoed == 0:
+            if choice.echo.done < self._prompt_length:
+                events.append(self._echo(choice, choice.echo, self._prompt_length, None))
+        elif choice.echo.done == 0:
             first = choice.tokens[0]
             unscored = Logprob(first, None, self._text.token_bytes(first), special=first in self._text.special_ids)
-            events.append(self.echo(choice, 1, [unscored]))
+            events.append(self._echo(choice, choice.echo, 1, [unscored]))
         return events
 
-    def echo(self, choice: Choice, end: int, logprobs: list[Logprob] | None) -> TokenEvent:
-        """The tokens of the prompt up to `end` that were not handed out yet. All its text comes with the first."""
-        start = choice.echoed
-        ids = choice.tokens[start:end]
-        text = [""] * len(ids)
-        if start == 0:
-            text[0] = self._prompt_text(choice.tokens[: self._prompt_length])
-        choice.echoed = end
+    def scored(self, choice: Choice, end: int, logprobs: list[Logprob]) -> TokenEvent:
+        """The tokens of the prompt up to `end` that were not handed out yet, with their log probabilities."""
+        assert choice.echo is not None
+        return self._echo(choice, choice.echo, end, logprobs)
+
+    def _echo(self, choice: Choice, echo: Echo, end: int, logprobs: list[Logprob] | None) -> TokenEvent:
+        ids = choice.tokens[echo.done : end]
         if choice.score_from is not None:
             choice.score_from = end if end < self._prompt_length else None
+        text = echo.texts(end)
         return TokenEvent(key=self.key, choice=choice.choice, ids=ids, text=text, logprobs=logprobs, echo=True)
 
     def event(self, choice: Choice, ids: list[int], text: list[str], logprobs: list[Logprob] | None) -> TokenEvent:
@@ -73,36 +102,35 @@ class Run:
             key=self.key, choice=choice.choice, ids=ids, text=text, logprobs=logprobs, finish=finish, usage=usage
         )
 
-    def _prompt_text(self, ids: list[int]) -> str:
-        return self._text.decode(ids).rstrip(INCOMPLETE)  # the output completes a character that is left open
-
     def _choice(self, request: EngineRequest, index: int, length_max: int, text: TextSide) -> Choice:
         prefix = request.prefix[index] if index < len(request.prefix) else []
-        sampling, prompt_length = request.sampling, len(request.prompt_ids)
-        echoed = min(len(prefix), prompt_length) if sampling.echo else prompt_length
+        sampling, prompt = request.sampling, request.prompt_ids
+        echo = Echo(prompt, text, sampling.logprobs is not None) if sampling.echo else None
         before: list[str] = []
-        if sampling.echo and prefix:
-            if prefix[:echoed] != request.prompt_ids[:echoed]:
+        score_from = None
+        if echo is not None:
+            echoed, prefix = prefix[: len(prompt)], prefix[len(prompt) :]
+            if echoed != prompt[: len(echoed)]:
                 raise ValueError("the prefix does not begin with the prompt")
-            before = [self._prompt_text(request.prompt_ids), *[""] * (echoed - 1)]
-            prefix = prefix[echoed:]
+            before = echo.texts(len(echoed))
+            if sampling.logprobs is not None and len(echoed) < len(prompt):
+                score_from = max(1, len(echoed))
         matcher = text.matcher(sampling.grammar) if sampling.grammar is not None else None
-        count_max = 0 if sampling.max_tokens == 0 else length_max - prompt_length
-        output = OutputText(text.stream(request.prompt_ids), sampling, text.end_ids, count_max, matcher)
+        count_max = 0 if sampling.max_tokens == 0 else length_max - len(prompt)
+        output = OutputText(text.stream(prompt), sampling, text.end_ids, count_max, matcher)
         before += [output.push(token) if output.finish is None else "" for token in prefix]
-        unscored = echoed < prompt_length and sampling.logprobs is not None
         return Choice(
             key=request.key,
             tenant=request.tenant,
             choice=index,
             sampling=sampling,
-            tokens=request.prompt_ids + prefix,
-            prompt_length=prompt_length,
+            tokens=prompt + prefix,
+            prompt_length=len(prompt),
             length_max=length_max,
             matcher=matcher,
-            score_from=max(1, echoed) if unscored else None,
+            score_from=score_from,
             run=self,
             text=output,
             before=before,
-            echoed=echoed,
+            echo=echo,
         )
