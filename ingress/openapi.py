@@ -7,7 +7,7 @@ import msgspec
 from fastapi import FastAPI
 
 from ingress.family import Family
-from ingress.schemas import NotServed
+from ingress.schemas import Body
 
 REF_TEMPLATE = "#/components/schemas/{name}"
 MODEL_PARAMETER = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -36,9 +36,10 @@ def install(app: FastAPI, types: Sequence[Any]) -> None:
     def document() -> dict[str, Any]:
         found = generate()
         _, components = msgspec.json.schema_components(types, ref_template=REF_TEMPLATE)
-        for component in components.values():
-            for name in NotServed.__struct_fields__:
-                component.get("properties", {}).pop(name, None)
+        for body in types:
+            if isinstance(body, type) and issubclass(body, Body):
+                for name in body.not_served():
+                    components[body.__name__]["properties"].pop(name)
         found.setdefault("components", {}).setdefault("schemas", {}).update(components)
         return found
 

@@ -5,7 +5,7 @@ What depends on settings or on the model is checked in `ingress.translate`. Fiel
 are in `NotServed` and are refused unless they ask for nothing.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ LOGPROBS_MAX = 20
 COMPLETION_TOKENS_DEFAULT = 16  # of /v1/completions, as OpenAI has it
 
 Count = Annotated[int, Meta(ge=1, le=INT_MAX)]
+TokenCount = Annotated[int, Meta(ge=0, le=INT_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT_MAX)]
 TopCount = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -31,7 +32,6 @@ class NotServed(msgspec.Struct, kw_only=True):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -42,11 +42,6 @@ class NotServed(msgspec.Struct, kw_only=True):
     best_of: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     bad_words: Any = None
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
@@ -64,7 +59,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "suffix": ("",),
@@ -83,6 +77,32 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    """What OpenAI has under `response_format.json_schema`. Output is held to the schema whether it is `strict` or not."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # refuse a schema with a keyword that cannot be enforced; else that keyword is left out
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """What vLLM has under `structured_outputs`: one of them."""
+
+    json: dict[str, Any] | str | None = None  # a schema
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF as llama.cpp has it, or Lark
+    json_object: bool | None = None
+    structural_tag: Any = None  # refused
+    whitespace_pattern: Any = None  # refused
 
 
 class Body(NotServed, kw_only=True):
@@ -104,16 +124,33 @@ class Body(NotServed, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=INT_MAX)] | None = None
+    min_tokens: TokenCount | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
+
+    SERVED: ClassVar[frozenset[str]] = frozenset()  # fields of NotServed that this route serves after all
+
+    @classmethod
+    def not_served(cls) -> list[str]:
+        """The fields that this route refuses."""
+        return [name for name in NotServed.__struct_fields__ if name not in cls.SERVED]
 
     def to_input(self) -> Input:
         """What to continue. Raises BadRequest."""
         raise NotImplementedError
 
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
     def output_tokens_max(self) -> int | None:
-        """None: up to the model's length."""
+        """None: up to the model's length. Raises BadRequest."""
         return self.max_tokens
 
     def logprobs_wanted(self) -> int | None:
@@ -162,8 +199,12 @@ class ChatBody(Body, kw_only=True):
 class CompletionBody(Body, kw_only=True):
     """POST /v1/completions."""
 
+    SERVED = frozenset({"echo"})
+
     model: str
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: TokenCount | None = None  # 0: nothing but the echo
+    echo: bool | None = None
     logprobs: TopCount | None = None
 
     def to_input(self) -> Input:
@@ -174,7 +215,12 @@ class CompletionBody(Body, kw_only=True):
             raise Unsupported(f"prompt: one prompt a request is served, got {len(prompt)}", param="prompt")
         return _text_or_tokens(prompt[0], "prompt")
 
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
     def output_tokens_max(self) -> int | None:
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens: at least 1 without `echo`", param="max_tokens")
         return COMPLETION_TOKENS_DEFAULT if self.max_tokens is None else self.max_tokens
 
     def logprobs_wanted(self) -> int | None:

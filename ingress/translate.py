@@ -2,7 +2,8 @@
 
 import secrets
 
-from ingress.schemas import NEUTRAL, Body, NotServed
+from ingress.constraints import to_grammar
+from ingress.schemas import NEUTRAL, Body
 from shared.errors import BadRequest, ContextLength, Unsupported
 from shared.records import Version
 from shared.settings import Settings
@@ -13,7 +14,7 @@ SEED_BITS = 64
 
 def refuse_not_served(body: Body) -> None:
     """Raises Unsupported for a field that would change the answer and that is not served."""
-    for name in NotServed.__struct_fields__:
+    for name in body.not_served():
         value = getattr(body, name)
         if value is not None and value not in NEUTRAL.get(name, ()):
             raise Unsupported(f"{name}: not supported", param=name)
@@ -45,6 +46,8 @@ def to_sampling(body: Body, version: Version, settings: Settings) -> Sampling:
         ignore_eos=bool(body.ignore_eos),
         min_tokens=body.min_tokens or 0,
         logprobs=body.logprobs_wanted(),
+        echo=body.echoes(),
+        grammar=to_grammar(body),
     )
 
 

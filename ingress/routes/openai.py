@@ -47,9 +47,9 @@ def usage_body(usage: Usage) -> UsageBody:
     )
 
 
-def floored(logprob: float) -> float:
+def floored(logprob: float | None) -> float:
     """`logprob` as a number that JSON has."""
-    return max(logprob, LOGPROB_FLOOR)
+    return LOGPROB_FLOOR if logprob is None else max(logprob, LOGPROB_FLOOR)
 
 
 def token_text(raw: bytes) -> str:
