@@ -16,11 +16,11 @@ PATH = "/v1/completions"
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Four lists of one entry a token."""
+    """Four lists of one entry a token; the first of an echoed prompt has no probability."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -47,19 +47,26 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
-    def next(self, raw: bytes) -> int:
+    def next(self, token: Logprob) -> int:
         offset = self._characters
-        self._characters += len(self._decoder.decode(raw))
+        if not token.special:
+            self._characters += len(self._decoder.decode(token.bytes))
         return offset
 
 
 def shape_logprobs(given: list[Logprob], offsets: TextOffsets, top: int) -> CompletionLogprobs:
     return CompletionLogprobs(
         [token_text(one.bytes) for one in given],
-        [floored(one.logprob) for one in given],
-        [{token_text(other.bytes): floored(other.logprob) for other in one.top} for one in given] if top else None,
-        [offsets.next(one.bytes) for one in given],
+        [None if one.logprob is None else floored(one.logprob) for one in given],
+        [_top(one) for one in given] if top else None,
+        [offsets.next(one) for one in given],
     )
+
+
+def _top(one: Logprob) -> dict[str, float] | None:
+    if one.logprob is None:
+        return None
+    return {token_text(other.bytes): floored(other.logprob) for other in one.top}
 
 
 class CompletionEvents(ChunkEvents):
