@@ -31,6 +31,11 @@ def request_id(given: bytes | None, rid: str) -> bytes:
     return given if given is not None and _SANE_ID.match(given) else b"req_" + rid.encode()
 
 
+def is_true(value: bytes | None) -> bool:
+    """Whether a header asks for something."""
+    return value is not None and value.strip().lower() in (b"true", b"1")
+
+
 def start(status: int, headers: Headers) -> Message:
     return {"type": "http.response.start", "status": status, "headers": headers}
 

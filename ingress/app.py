@@ -8,12 +8,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ingress import answers, openapi
-from ingress.answers import Receive, Scope, Send
+from ingress.answers import Message, Receive, Scope, Send
 from ingress.context import Context
 from ingress.family import Family
-from ingress.relay import Exchange
+from ingress.inference import Inference
 from ingress.router import ModelEntry, VersionEntry
-from ingress.routes import health, models
+from ingress.routes import health, models, streams
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
@@ -33,9 +33,22 @@ class App(FastAPI):
         if scope["type"] == "http" and scope["method"] == "POST":
             for family in self._families:
                 if family.serves(scope["path"]):
-                    await Exchange(self._context, family)(scope, receive, send)
+                    await Inference(self._context, family)(scope, receive, send)
                     return
+        if scope["type"] == "http" and self._context.draining:
+            send = _closing(send)
         await super().__call__(scope, receive, send)
+
+
+def _closing(send: Send) -> Send:
+    """`send`, for the last answer on its connection."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"connection", b"close")]
+        await send(message)
+
+    return closing
 
 
 def build_app(context: Context) -> FastAPI:
@@ -45,9 +58,10 @@ def build_app(context: Context) -> FastAPI:
     for family in families:
         _document(app, context, family)
     app.include_router(models.router(context))
+    app.include_router(streams.router(context, families))
     app.include_router(health.router(context))
     bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
-    openapi.install(app, [*bodies, models.ModelList, ModelEntry, VersionEntry])
+    openapi.install(app, [*bodies, models.ModelList, ModelEntry, VersionEntry, streams.Ended])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -59,7 +73,7 @@ def _document(app: FastAPI, context: Context, family: Family) -> None:
     """Let FastAPI know the route too: for its documentation, and for the methods that it refuses."""
 
     async def inference(request: Request) -> Response:
-        return Exchange(context, family)
+        return Inference(context, family)
 
     app.add_api_route(family.route, inference, methods=["POST"], **openapi.inference(family))
 

@@ -5,6 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ingress.admission import Admission
+from ingress.keys import Keys
 from ingress.metrics import Metrics
 from ingress.router import Router
 from shared import subjects
@@ -24,18 +25,20 @@ class Context:
     """Settings, the router, the dispatcher and the requests in progress. `bus_usable` says whether requests can be stored."""
 
     def __init__(
-        self, settings: Settings, router: Router, dispatcher: "Dispatcher", bus_usable: "Callable[[], bool]"
+        self, settings: Settings, router: Router, dispatcher: "Dispatcher", keys: Keys, bus_usable: "Callable[[], bool]"
     ) -> None:
-        self.settings, self.router, self.dispatcher, self.bus_usable = settings, router, dispatcher, bus_usable
+        self.settings, self.router, self.dispatcher, self.keys = settings, router, dispatcher, keys
+        self.bus_usable = bus_usable
         self.tenant = subjects.LOCAL_TENANT
         self.admission = Admission(settings, dispatcher)
         self.open: set[Exchange] = set()
         self.draining = False
+        self.accepting = True  # requests, in the drain too as long as its budget lasts
         self.metrics = Metrics(lambda: dispatcher.queued(self.tenant), lambda: len(self.open))
 
     def check_accepting(self) -> None:
-        """Raises Draining once the process is shutting down."""
-        if self.draining:
+        """Raises Draining once the process is about to end."""
+        if not self.accepting:
             raise Draining("this ingress is shutting down")
 
     def interrupt_all(self, error: HeadraceError) -> None:

@@ -10,13 +10,36 @@ from shared import wire
 from shared.dispatch import Delta
 
 
-class Admitted(msgspec.Struct):
-    """A published request, and what its answer needs to know of it."""
+class Framing(msgspec.Struct):
+    """How a request is answered. It travels with the request, so that any ingress can go on with the answer."""
 
-    request: wire.Request
+    route: str  # of the family
     reference: str  # the model as the caller named it
     created: int  # unix seconds
     include_usage: bool
+    streamed: bool
+
+
+class Admitted(msgspec.Struct):
+    """A published request, and how it is answered."""
+
+    request: wire.Request
+    framing: Framing
+
+    @property
+    def reference(self) -> str:
+        return self.framing.reference
+
+    @property
+    def created(self) -> int:
+        return self.framing.created
+
+    @property
+    def include_usage(self) -> bool:
+        return self.framing.include_usage
+
+
+decode_framing = msgspec.msgpack.Decoder(Framing).decode
 
 
 class Choice:

@@ -14,6 +14,8 @@ import uvloop
 
 from ingress.app import build_app
 from ingress.context import Context
+from ingress.keys import Keys
+from ingress.listening import bind, steer_away
 from ingress.router import Router
 from ingress.watches import Watches
 from shared import lifeline
@@ -27,8 +29,7 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # idle connections; longer than the usual load balancer's minute
 BACKLOG = 2048
-LAST_WRITES_S = 2  # for what was interrupted to reach its clients
-POLL_S = 0.02
+LAST_WRITES_S = 1  # for what was interrupted to reach its clients
 
 
 class Server(uvicorn.Server):
@@ -37,6 +38,16 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def stop_listening(self) -> None:
+        """Take no more connections; the open ones go on."""
+        for server in self.servers:
+            server.close()
+
+    def took(self, port: int) -> bool:
+        """Whether there is a connection from `port` of a client."""
+        clients = (getattr(connection, "client", None) for connection in self.server_state.connections)
+        return any(client is not None and client[1] == port for client in clients)
 
 
 def check_address(settings: Settings) -> None:
@@ -70,39 +81,33 @@ def make_server(context: Context) -> Server:
     )
 
 
-def bind(settings: Settings) -> socket.socket:
-    """A socket on the configured address that does not listen yet. Raises SettingsError when the address is taken."""
-    host, port = settings.http_host, settings.http_port
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise SettingsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    return bound
-
-
 async def serve_until(stop: asyncio.Event, context: Context, bound: socket.socket) -> None:
-    """Serve; once `stop` is set, drain: not ready, no new requests, the open ones get `drain_budget_s`."""
-    server = make_server(context)
+    """Serve; once `stop` is set, drain within `drain_budget_s`, of which the last part is for what has to be told."""
+    server, settings = make_server(context), context.settings
+    loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[bound]))
         watching = group.create_task(context.watch_clients())
         await stop.wait()
-        await drain(context)
+        reserve_s = min(LAST_WRITES_S, settings.drain_budget_s / 10)
+        deadline = loop.time() + settings.drain_budget_s - reserve_s
+        context.draining = True  # not ready; every answer closes its connection
+        log.info("draining: %d requests are open", len(context.open))
+        if settings.reuse_port:
+            await steer_away(bound, server.took)
+        await asyncio.sleep(min(settings.drain_linger_s, settings.drain_budget_s / 4))
+        server.stop_listening()
+        await drain(context, deadline)
         server.should_exit = True
         watching.cancel()
 
 
-async def drain(context: Context) -> None:
-    """Wait for the open requests; end those that `drain_budget_s` is not enough for with an error."""
-    context.draining = True
+async def drain(context: Context, deadline: float) -> None:
+    """Wait for the open requests, and for those that still come on open connections; end what `deadline` is too early for."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + context.settings.drain_budget_s
-    log.info("draining: %d requests are open", len(context.open))
     while context.open and (left := deadline - loop.time()) > 0:
         await asyncio.wait([exchange.task for exchange in context.open], timeout=left)
+    context.accepting = False
     if context.open:
         log.warning("the drain budget is spent: %d requests are ended", len(context.open))
         context.interrupt_all(Draining("this ingress is shutting down and its drain budget is spent"))
@@ -118,13 +123,15 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         router = Router()
         watches = Watches(router, dispatcher)
         await watches.start(bus)
-        context = Context(settings, router, dispatcher, lambda: bus.connected and watches.live)
+        keys = Keys(bus, settings)
+        context = Context(settings, router, dispatcher, keys, lambda: bus.connected and watches.live)
         stop = _stop_on_signals()
         gc.collect()
         gc.freeze()  # what is loaded by now stays: full collections need not walk it
         await serve_until(stop, context, bound)
         await watches.close()
         await dispatcher.close()
+        await keys.close()
     finally:
         await bus.close()
 

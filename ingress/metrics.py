@@ -33,7 +33,7 @@ TTFT_BUCKETS = (
 TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 E2E_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 
-OK = "ok"
+OK, DETACHED = "ok", "detached"
 
 
 class Served:
@@ -76,7 +76,7 @@ class Metrics:
         labels = ("model", "version")
         self._requests = Counter(
             "headrace_requests",
-            "Inference requests by outcome; code is `ok` or an error's stable code",
+            "Inference requests by outcome; code is `ok`, an error's stable code, or `detached`: left, and may be resumed",
             (*labels, "route", "code"),
             registry=registry,
         )

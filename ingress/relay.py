@@ -1,24 +1,27 @@
-"""One inference request from its body to its last byte, as an ASGI response that does its own reading and writing."""
+"""An answer that is relayed from a stream, from the request's first byte to its own last, as an ASGI response.
+
+What the request is and where its stream comes from is said by `ingress.inference` and `ingress.resumption`.
+"""
 
 import asyncio
 import contextlib
 import logging
 import math
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 from starlette.responses import Response
 
 from ingress import answers, sse
 from ingress.answers import Headers, Message, Receive, Scope, Send
-from ingress.body import discard_body, read_body
+from ingress.body import discard_body
 from ingress.context import Context
-from ingress.decoding import decode
 from ingress.family import Admitted, Choice, Family
-from ingress.metrics import OK, Served
-from ingress.schemas import Body
+from ingress.metrics import DETACHED, OK, Served
+from ingress.position import NumberedEvents, Position
 from shared import wire
-from shared.dispatch import Delta, Stream
+from shared.dispatch import Delta
 from shared.errors import BodyTimeout, Cancelled, HeadraceError, Internal
 
 log = logging.getLogger(__name__)
@@ -26,13 +29,32 @@ log = logging.getLogger(__name__)
 DELTAS_PER_WRITE_MAX = 256  # what a slow reader left to gather is encoded and written in pieces
 
 
+class Source(Protocol):
+    """Where an answer comes from: a `shared.stream.Stream`, or an answer that was kept."""
+
+    rid: str
+    usage: wire.Usage | None
+    ended: bool
+
+    @property
+    def claims(self) -> int: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+    async def next(self, timeout: float | None = None) -> list[Delta]: ...
+
+    def leave(self) -> None: ...
+
+
 class Exchange(Response):
     """Request and answer. Its task runs until the client has its answer, left, or `interrupt` ended it."""
 
-    def __init__(self, context: Context, family: Family) -> None:
+    def __init__(self, context: Context, route: str) -> None:
+        """`route` is the label of its metrics."""
         self.background = None
         self.rid = wire.new_id()
-        self._context, self._family, self._settings = context, family, context.settings
+        self._context, self._route, self._settings = context, route, context.settings
         self._started = self._written = time.monotonic()
         self._extra_headers: Headers = []
         self._served = Served()
@@ -42,6 +64,9 @@ class Exchange(Response):
         self._client_until = math.inf  # monotonic time until which the client must send, or take what is sent
         self._client_gone = False
         self._body_read = self._head_sent = self._streamed = False
+        self._counts = True  # its tokens are counted here
+        self._resumable = False  # its events have ids
+        self._detachable = False  # it goes on for a while when its client leaves
         self._out: list[bytes] = []  # events that are not written yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,13 +76,13 @@ class Exchange(Response):
         code = Cancelled.code
         try:
             error = await self._outcome(scope, receive, send)
-            code = error.code if error is not None else OK
+            code = OK if error is None else DETACHED if self._detachable and self._client_gone else error.code
             # half a plain answer cannot be turned into an error: its connection is cut
             if error is not None and not self._client_gone and (self._streamed or not self._head_sent):
                 await self._fail(error, receive, send)
         finally:
             context.open.discard(self)
-            context.metrics.finished(self._served, self._family.route, code, time.monotonic() - self._started)
+            context.metrics.finished(self._served, self._route, code, time.monotonic() - self._started)
 
     @property
     def task(self) -> asyncio.Task[Any]:
@@ -103,27 +128,14 @@ class Exchange(Response):
         return None
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context, settings, family = self._context, self._settings, self._family
-        headers = dict(scope["headers"])
-        self._extra_headers.append((b"x-request-id", answers.request_id(headers.get(b"x-request-id"), self.rid)))
-        context.check_accepting()
-        self._client_until = self._started + settings.request_read_s
-        raw = await read_body(headers.get(b"content-length"), receive, settings.request_bytes_max)
-        self._client_until = math.inf
-        self._body_read = True
-        body: Body = decode(family.decoder, raw)
-        reference = family.reference(body, scope)
-        sticky = _text(headers, b"x-session-id") or body.prompt_cache_key or body.user or self.rid
-        version = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
-        self._served.model, self._served.version = version.model, version.version
-        self._extra_headers.append((b"x-headrace-version", version.version.encode()))
-        request = context.admission.admit(self.rid, body, len(raw), version, context.tenant, self._started)
-        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        admitted = Admitted(request, reference, int(time.time()), include_usage)
-        self._streamed = bool(body.stream)
+        """Read the request and answer it. Raises HeadraceError for what the client has to be told."""
+        raise NotImplementedError
+
+    async def _watched(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` while looking out for the client's leaving. The request has been read."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            await self._publish_and_relay(admitted, send)
+            await work
         finally:
             watcher.cancel()
             await asyncio.wait((watcher,))
@@ -134,24 +146,28 @@ class Exchange(Response):
         self._client_gone = True
         self.interrupt(Cancelled("the client left"))
 
-    async def _publish_and_relay(self, admitted: Admitted, send: Send) -> None:
-        # not interrupted while publishing: the message can be deleted only once the ack told its sequence
-        self._interruptible = False
-        stream = await self._context.dispatcher.submit(admitted.request, self._context.tenant)
+    async def _answer(
+        self, family: Family, admitted: Admitted, stream: Source, send: Send, seen: Position | None = None
+    ) -> None:
+        """Relay `stream`, from which nothing has been read. `seen`: the client has that much of it."""
         try:
             if self._interruption is not None:
                 raise self._interruption
             self._interruptible = True
             if self._streamed:
-                await self._relay(admitted, stream, send)
+                await self._relay(family, admitted, stream, send, seen)
             else:
-                await self._gather(admitted, stream, send)
+                await self._gather(family, admitted, stream, send)
         finally:
             self._interruptible = False
-            stream.cancel()
-            self._served.claims, self._served.usage = stream.claims, stream.usage
+            stream.leave()
+            if self._counts:
+                self._served.claims, self._served.usage = stream.claims, stream.usage
 
-    async def _next(self, stream: Stream, seconds: float | None) -> list[Delta] | None:
+    async def _before_end(self) -> None:
+        """The stream is complete; its last bytes go out when this returns."""
+
+    async def _next(self, stream: Source, seconds: float | None) -> list[Delta] | None:
         """What the stream gained; [] after `seconds` without; None when it is complete."""
         try:
             deltas = await stream.next(seconds)
@@ -163,8 +179,15 @@ class Exchange(Response):
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
-    async def _relay(self, admitted: Admitted, stream: Stream, send: Send) -> None:
-        events, out = self._family.events(admitted), self._out
+    async def _relay(
+        self, family: Family, admitted: Admitted, stream: Source, send: Send, seen: Position | None
+    ) -> None:
+        events, out = family.events(admitted), self._out
+        if self._resumable:
+            numbered = NumberedEvents(events, stream, admitted.request.sampling.n, seen)
+            events = numbered
+            if seen is None:  # from where to resume if not even the first event arrives
+                self._extra_headers.append((b"x-headrace-last-event-id", numbered.id()))
         # the head waits, so that an error that comes soon has its real status
         deltas = await self._next(stream, self._settings.head_hold_s)
         self._head_sent = True
@@ -183,17 +206,19 @@ class Exchange(Response):
             deltas = await self._next(stream, max(0.0, self._settings.keepalive_s - quiet_s))
         if events.open_choices:
             raise Internal(f"request {self.rid} is complete, but {events.open_choices} choices have no finish")
+        await self._before_end()
         out.append(events.closing(_usage(stream), stream.claims))
         await self._write(send, more=False)
 
-    async def _gather(self, admitted: Admitted, stream: Stream, send: Send) -> None:
+    async def _gather(self, family: Family, admitted: Admitted, stream: Source, send: Send) -> None:
         choices = [Choice() for _ in range(admitted.request.sampling.n)]
         while (deltas := await self._next(stream, None)) is not None:
             for delta in deltas:
                 choices[delta.choice].add(delta)
         if any(choice.finish is None for choice in choices):
             raise Internal(f"request {self.rid} is complete, but a choice has no finish")
-        data = self._family.plain(admitted, choices, _usage(stream), stream.claims)
+        await self._before_end()
+        data = family.plain(admitted, choices, _usage(stream), stream.claims)
         headers = [*self._timed_headers(), (b"x-headrace-claims", b"%d" % stream.claims)]
         self._head_sent = True
         await self._send(send, answers.start(200, answers.json_headers(data, headers)))
@@ -222,7 +247,10 @@ class Exchange(Response):
 
     def _timed_headers(self) -> Headers:
         milliseconds = int((time.monotonic() - self._started) * 1000)
-        return [*self._extra_headers, (b"openai-processing-ms", b"%d" % milliseconds)]
+        headers = [*self._extra_headers, (b"openai-processing-ms", b"%d" % milliseconds)]
+        if self._context.draining:
+            headers.append((b"connection", b"close"))
+        return headers
 
     async def _write(self, send: Send, more: bool = True) -> None:
         data = b"".join(self._out)
@@ -236,12 +264,7 @@ class Exchange(Response):
         self._client_until = math.inf
 
 
-def _text(headers: dict[bytes, bytes], name: bytes) -> str | None:
-    value = headers.get(name)
-    return None if value is None else value.decode("utf-8", "replace")
-
-
-def _usage(stream: Stream) -> wire.Usage:
+def _usage(stream: Source) -> wire.Usage:
     if stream.usage is None:
         raise Internal(f"request {stream.rid} is complete, but its usage is unknown")
     return stream.usage

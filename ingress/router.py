@@ -78,6 +78,10 @@ class Router:
             named = pinned
         return _servable(named if named is not None else self._weighted(model, sticky_key))
 
+    def check_servable(self, model: str, version: str) -> None:
+        """Raises what `resolve` would for a version that requests have been published to."""
+        _servable(self._version(model, version))
+
     def models(self) -> list[ModelEntry]:
         """Every model with a version that is not retired, by name; replicas play no part."""
         entries = []

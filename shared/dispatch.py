@@ -18,6 +18,7 @@ import msgspec
 from shared import subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
 from shared.errors import HeadraceError, QueueFull, StreamGone, TooLarge, VersionFailed
+from shared.locate import Located, locate, revoke
 from shared.records import Version
 from shared.requester import (
     Action,
@@ -191,6 +192,14 @@ class Dispatcher:
         await self._bus.subscribe(home.address, partial(self._on_batch, home))
         self._homes.append(home)
         return home
+
+    async def locate(self, rid: str, tenant: str, seq: int) -> Located | None:
+        """A request that somebody published, to `attach` to. Raises Unavailable."""
+        return await locate(self._bus, self._settings, rid, tenant, seq)
+
+    async def revoke(self, rid: str, tenant: str, seq: int) -> bytes:
+        """End a request for everybody, wherever it is. Raises Unavailable."""
+        return await revoke(self._bus, self._settings, rid, tenant, seq)
 
     def version_changed(self, version: Version) -> None:
         """A version that failed takes no more requests: those that wait for it end with its reason."""

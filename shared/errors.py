@@ -5,11 +5,14 @@ HeadraceError
 |   +-- ContextLength       400 context_length_exceeded  prompt (and max_tokens) over the model's length
 |   +-- Unsupported         400 unsupported_parameter    known to the API, not served by this model or engine
 |   +-- VersionConflict     400 version_conflict         X-Version-Pin and `model@version` differ
+|   +-- KeyReused           422 idempotency_key_reused   the idempotency key came before, with another body
 +-- NotFound                404 not_found                no such route or object
 |   +-- ModelNotFound       404 model_not_found          unknown model
 |   +-- VersionNotFound     404 version_not_found        unknown version or alias of a known model
 |   +-- VersionRetired      404 version_retired          the version was taken out of service
+|   +-- StreamNotFound      404 stream_not_found         nobody has that request, or has it any more
 +-- Conflict                409 version_exists           same version, other bytes
+|   +-- ResultGone          409 idempotency_result_gone  the key's request was answered, and its answer is not kept any more
 +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
 +-- QueueFull               429 queue_full               the tenant's queue or the stream is at its limit
 +-- Internal                500 internal_error           a defect of ours; the request id finds it in the logs
@@ -65,6 +68,10 @@ class VersionConflict(BadRequest):
     code = "version_conflict"
 
 
+class KeyReused(BadRequest):
+    code, status = "idempotency_key_reused", 422
+
+
 class NotFound(HeadraceError):
     code, status, type = "not_found", 404, "not_found_error"
 
@@ -81,6 +88,10 @@ class VersionRetired(NotFound):
     code = "version_retired"
 
 
+class StreamNotFound(NotFound):
+    code = "stream_not_found"
+
+
 class MethodNotAllowed(HeadraceError):
     code, status, type = "method_not_allowed", 405, "invalid_request_error"
 
@@ -91,6 +102,10 @@ class BodyTimeout(HeadraceError):
 
 class Conflict(HeadraceError):
     code, status, type = "version_exists", 409, "conflict_error"
+
+
+class ResultGone(Conflict):
+    code = "idempotency_result_gone"
 
 
 class TooLarge(HeadraceError):

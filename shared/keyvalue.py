@@ -65,8 +65,14 @@ class KeyValue(Streams):
                 return None
             raise
 
-    async def kv_delete(self, bucket: str, key: str) -> None:
-        await self._kv_write(bucket, key, b"", {OPERATION: "DEL"})
+    async def kv_delete(self, bucket: str, key: str, revision: int | None = None) -> None:
+        """Delete the key; if `revision` is given, only while it is still the key's."""
+        expected = {} if revision is None else {EXPECTED_REVISION: str(revision)}
+        try:
+            await self._kv_write(bucket, key, b"", {OPERATION: "DEL"} | expected)
+        except Unavailable as error:
+            if revision is None or "wrong last sequence" not in error.message:
+                raise
 
     async def kv_keys(self, bucket: str) -> list[str]:
         """The keys that have a value now, sorted."""

@@ -1,6 +1,8 @@
-"""What the KV buckets hold. One writer each: the registry (models, routes), a worker (its lease)."""
+"""What the KV buckets hold. One writer each: the registry (models, routes), a worker (its lease); ingresses (idempotency)."""
 
 import msgspec
+
+from shared.wire import Logprob, Request, Usage, WireError
 
 
 class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +75,41 @@ class Lease(msgspec.Struct, kw_only=True):
     cold_start: dict[str, float] = {}  # seconds by phase: process, imports, fetch, load, first_token
 
 
+class KeptChoice(msgspec.Struct, array_like=True):
+    """One choice of an answer, token by token."""
+
+    ids: list[int]
+    text: list[str]
+    logprobs: list[Logprob] | None
+    finish: str | None
+
+
+class Outcome(msgspec.Struct, array_like=True):
+    """What a request came to: its answer, or the error that a repetition would meet again."""
+
+    choices: list[KeptChoice]
+    usage: Usage | None
+    claims: int
+    error: WireError | None = None
+    too_large: bool = False  # there was an answer, and it is not kept
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The request that an idempotency key stands for, in the bucket `idempotency` under key(tenant, hash of the key)."""
+
+    digest: bytes  # of what was asked
+    request: Request  # without its input
+    created: float  # unix seconds
+    seq: int = 0  # of its message; 0: not published as far as is known
+    outcome: Outcome | None = None  # None: not answered as far as is known
+
+
 encode = msgspec.json.encode
+encode_key_record = msgspec.msgpack.Encoder().encode
+
+
+def decode_key_record(raw: bytes) -> KeyRecord:
+    return msgspec.msgpack.decode(raw, type=KeyRecord)
 
 
 def decode_version(raw: bytes) -> Version:

@@ -121,6 +121,7 @@ class Requester:
         self.claim: str | None = None
         self.worker: str | None = None  # None: SEEK
         self.ended = False
+        self.abandoned = False  # ended because its client did not come back in time
 
         # counters
         self.resumes = 0  # claims adopted after the first
@@ -350,6 +351,7 @@ class Requester:
         if now >= self._deadline:
             self._end(self._overdue(), actions)
         elif now >= self._leave_at:
+            self.abandoned = True
             self._end(Cancelled("the client left and did not come back"), actions)
         elif self.worker is None:
             self._tick_seek(now, actions)

@@ -53,6 +53,10 @@ class TextOffsets:
             self._characters += len(self._decoder.decode(token.bytes))
         return offset
 
+    def skip(self, text: str) -> None:
+        """A token of which only the text is known, told before the stream was resumed."""
+        self._characters += len(text)
+
 
 def shape_logprobs(given: list[Logprob], offsets: TextOffsets, top: int) -> CompletionLogprobs:
     return CompletionLogprobs(
@@ -81,6 +85,14 @@ class CompletionEvents(ChunkEvents):
         super().__init__(identity, admitted.created, admitted.reference, sampling.n, admitted.include_usage)
         self._offsets = [TextOffsets() for _ in range(sampling.n)]
         self._top = sampling.logprobs or 0
+        self._scored = sampling.logprobs is not None
+
+    def add(self, deltas: list[Delta], out: list[bytes]) -> None:
+        if self._scored:
+            for delta in deltas:
+                if not delta.logprobs:
+                    self._offsets[delta.choice].skip(delta.text)
+        super().add(deltas, out)
 
     def logprobs(self, delta: Delta) -> bytes:
         return encode(shape_logprobs(delta.logprobs or [], self._offsets[delta.choice], self._top))

@@ -15,7 +15,9 @@ import pytest
 import uvloop
 
 from ingress.context import Context
-from ingress.main import bind, serve_until
+from ingress.keys import Keys
+from ingress.listening import bind
+from ingress.main import serve_until
 from ingress.router import Router
 from shared import records, wire
 from shared.dispatch import Delta
@@ -39,7 +41,7 @@ class FakeStream:
 
     def __init__(self, request: wire.Request) -> None:
         self.request, self.rid = request, request.rid
-        self.claims = 1
+        self.claims, self.sequence = 1, 5
         self.usage: wire.Usage | None = None
         self.accepted = self.ended = self.cancelled = False
         self.taken = 0  # deltas that the reader took
@@ -76,7 +78,7 @@ class FakeStream:
             raise self._error
         raise StopAsyncIteration
 
-    def cancel(self) -> None:
+    def leave(self) -> None:
         if not self.ended:
             self.cancelled = True
             self.fail(Cancelled("cancelled"))
@@ -99,7 +101,9 @@ class FakeDispatcher:
     def version_changed(self, version: records.Version) -> None:
         self.versions.append(version)
 
-    async def submit(self, request: wire.Request, tenant: str) -> FakeStream:
+    async def submit(
+        self, request: wire.Request, tenant: str, keyed: bool = False, resumable: bool = False
+    ) -> FakeStream:
         if self.refusal is not None:
             raise self.refusal
         stream = FakeStream(request)
@@ -109,6 +113,31 @@ class FakeDispatcher:
         if self.answer is not None:
             self.answer(stream)
         return stream
+
+
+class FakeBuckets:
+    """Key-value buckets in memory."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, str], tuple[bytes, int]] = {}
+        self._revision = 0
+
+    async def kv_get(self, bucket: str, key: str) -> tuple[bytes, int] | None:
+        return self._values.get((bucket, key))
+
+    async def kv_create(self, bucket: str, key: str, value: bytes) -> int | None:
+        return await self.kv_update(bucket, key, value, 0)
+
+    async def kv_update(self, bucket: str, key: str, value: bytes, revision: int) -> int | None:
+        if self._values.get((bucket, key), (b"", 0))[1] != revision:
+            return None
+        self._revision += 1
+        self._values[bucket, key] = (value, self._revision)
+        return self._revision
+
+    async def kv_delete(self, bucket: str, key: str, revision: int | None = None) -> None:
+        if revision in (None, self._values.get((bucket, key), (b"", 0))[1]):
+            self._values.pop((bucket, key), None)
 
 
 class Answer:
@@ -134,7 +163,8 @@ class Front:
         self.dispatcher = FakeDispatcher()
         self.router = Router()
         self.bus_usable = True
-        self.context = Context(settings, self.router, self.dispatcher, lambda: self.bus_usable)  # type: ignore[arg-type]
+        self.keys = Keys(FakeBuckets(), settings)
+        self.context = Context(settings, self.router, self.dispatcher, self.keys, lambda: self.bus_usable)  # type: ignore[arg-type]
         self._bound = bind(settings)
         self.port: int = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -302,7 +332,7 @@ def start_front() -> Iterator[Callable[..., Front]]:
     with ExitStack() as stack:
 
         def start(**changed: Any) -> Front:
-            front = Front(Settings(**({"http_port": 0} | changed)))
+            front = Front(Settings(**({"http_port": 0, "drain_linger_s": 0.0} | changed)))
             front.router.put_version(version())
             front.router.put_route(route(("v1", 10_000), stable="v1"))
             front.start()

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from ingress.main import bind, check_address
+from ingress.listening import bind
+from ingress.main import check_address
 from shared import records, subjects
 from shared.bus import Bus
 from shared.settings import Settings, SettingsError, to_environment
@@ -58,7 +59,7 @@ class Process:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.settings = Settings(nats_url=nats_url, http_port=port, head_hold_s=0.1, keepalive_s=0.2, drain_budget_s=5)
+        self.settings = Settings(nats_url=nats_url, http_port=port, head_hold_s=0.1, keepalive_s=0.2, drain_budget_s=1)
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from ingress.main import main; from shared.settings import load; main(load())"],
             env=os.environ | to_environment(self.settings),

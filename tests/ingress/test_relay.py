@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -359,24 +360,37 @@ def test_a_bad_content_length_reaches_no_route(front: Any) -> None:
 
 
 def test_a_drain_lets_streams_finish(start_front: Callable[..., Any], make: Any) -> None:
-    front = start_front(drain_budget_s=30)
+    front = start_front(drain_budget_s=30, drain_linger_s=1.0)
     client = front.connect(CHAT_PATH, STREAM)
     stream = front.stream()
     front.call(stream.push, make.token("Hel"))
     client.read_until(b'"Hel"')
+    kept = http.client.HTTPConnection("127.0.0.1", front.port, timeout=10)
+    kept.request("GET", "/livez")
+    assert kept.getresponse().read()
     front.stop()
-    make.wait_for(lambda: front.http("GET", "/readyz").status == 503, "not ready")
-    assert front.http("GET", "/readyz").json == {"status": "draining"}
-    assert front.http("GET", "/livez").status == 200
-    refused = front.post(CHAT_PATH, CHAT)
-    assert (refused.status, refused.error["code"]) == (503, "draining")
-    assert "retry-after" in refused.headers
-    assert "x-should-retry" not in refused.headers
-    front.call(stream.push, make.token("lo", finish="stop"))
-    front.call(stream.finish, USAGE)
+    make.wait_for(lambda: front.context.draining, "the drain has begun")
+    answer = front.http("GET", "/readyz")  # it still listens, for who has not noticed
+    assert (answer.status, answer.json) == (503, {"status": "draining"})
+    assert answer.headers["connection"] == "close"
+    make.wait_for(lambda: not listens(front.port), "no more connections are taken")
+    kept.request("POST", CHAT_PATH, json.dumps(CHAT))
+    late = front.stream(1)
+    for each in (stream, late):
+        front.call(each.push, make.token("lo", finish="stop"))
+        front.call(each.finish, USAGE)
+    response = kept.getresponse()  # what comes on an open connection is served, and is the last on it
+    assert (response.status, response.headers["connection"]) == (200, "close")
+    assert b'"content":"lo"' in response.read()
     assert client.read_to_end().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     client.close()
+    kept.close()
     front.join()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_drain_ends_what_takes_too_long_with_an_error(start_front: Callable[..., Any], make: Any) -> None:

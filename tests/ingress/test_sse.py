@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ingress import sse
-from ingress.family import Admitted, Choice, Family
+from ingress.family import Admitted, Choice, Family, Framing
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
@@ -23,7 +23,7 @@ USAGE = (
 
 def admitted(include_usage: bool = False, **sampling: Any) -> Admitted:
     request = Request("r1", "m", "v1", Input(prompt="x"), Sampling(seed=7, **sampling))
-    return Admitted(request, "m@stable", 9, include_usage)
+    return Admitted(request, Framing("/v1/x", "m@stable", 9, include_usage, True))
 
 
 def stream(family: Family, given: Admitted, *batches: list[Delta]) -> bytes:

@@ -1,0 +1,147 @@
+"""An inference request: read, admitted, published and answered; once only for each idempotency key."""
+
+import time
+from typing import Any
+
+import msgspec
+
+from ingress import answers
+from ingress.answers import Receive, Scope, Send
+from ingress.body import read_body
+from ingress.context import Context
+from ingress.decoding import decode
+from ingress.family import Admitted, Family, Framing, decode_framing
+from ingress.keys import Claimed, Recording, Replay
+from ingress.relay import Exchange
+from ingress.schemas import Body
+from shared import wire
+from shared.errors import QueueFull, ResultGone, StreamGone, TooLarge
+from shared.stream import Stream
+
+encode_framing = msgspec.msgpack.Encoder().encode
+
+
+class Inference(Exchange):
+    """One POST to an inference route."""
+
+    def __init__(self, context: Context, family: Family) -> None:
+        super().__init__(context, family.route)
+        self._family = family
+        self._recording: Recording | None = None
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, settings, family = self._context, self._settings, self._family
+        headers = dict(scope["headers"])
+        self._extra_headers.append((b"x-request-id", answers.request_id(headers.get(b"x-request-id"), self.rid)))
+        context.check_accepting()
+        self._client_until = self._started + settings.request_read_s
+        raw = await read_body(headers.get(b"content-length"), receive, settings.request_bytes_max)
+        self._client_until = float("inf")
+        self._body_read = True
+        body: Body = decode(family.decoder, raw)
+        self._streamed = bool(body.stream)
+        self._resumable = self._streamed and answers.is_true(headers.get(b"x-resumable"))
+        key = headers.get(b"idempotency-key")
+        if key is None:
+            await self._watched(receive, self._publish(self._admit(scope, headers, body, len(raw)), send))
+            return
+        self._detachable = True
+        tenant = context.tenant
+        claim = context.keys.claim(tenant, key, scope["path"].encode(), headers.get(b"x-version-pin", b""), raw)
+        await self._watched(receive, self._serve_keyed(claim, scope, headers, body, len(raw), send))
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int) -> Admitted:
+        context = self._context
+        reference = self._family.reference(body, scope)
+        sticky = _text(headers, b"x-session-id") or body.prompt_cache_key or body.user or self.rid
+        version = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
+        self._is_of(version.model, version.version)
+        request = context.admission.admit(self.rid, body, body_bytes, version, context.tenant, self._started)
+        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        framing = Framing(self._family.route, reference, int(time.time()), include_usage, self._streamed)
+        if self._resumable:
+            self._detachable = True
+            request.framing = encode_framing(framing)
+        return Admitted(request, framing)
+
+    def _is_of(self, model: str, version: str) -> None:
+        self._served.model, self._served.version = model, version
+        self._extra_headers.append((b"x-headrace-version", version.encode()))
+
+    async def _publish(self, admitted: Admitted, send: Send) -> None:
+        # not interrupted while publishing: the message can be deleted only once the ack told its sequence
+        self._interruptible = False
+        dispatcher, tenant = self._context.dispatcher, self._context.tenant
+        stream = await dispatcher.submit(admitted.request, tenant, resumable=self._resumable)
+        await self._answer(self._family, admitted, stream, send)
+
+    # -- with an idempotency key -----------------------------------------------------------------------------------------
+
+    async def _serve_keyed(
+        self, claim: Claimed, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int, send: Send
+    ) -> None:
+        self._interruptible = False  # between the record and the message there must be no end
+        created = await claim.read() is None
+        if created:
+            admitted = self._admit(scope, headers, body, body_bytes)
+            admitted.request.framing = encode_framing(admitted.framing)
+            created = await claim.create(admitted.request)
+        if not created:
+            await claim.published()
+            request = claim.record.request
+            self.rid, self._counts = request.rid, False
+            given = answers.request_id(headers.get(b"x-request-id"), self.rid)
+            self._extra_headers = [(b"x-request-id", given), (b"idempotent-replayed", b"true")]
+            self._is_of(request.model, request.version)
+        try:
+            await self._answer_keyed(claim, created, body, send)
+        except StreamGone:
+            if self._head_sent or claim.stream is None or not claim.stream.answered or await claim.read() is None:
+                raise
+            await self._answer_keyed(claim, False, body, send)  # somebody else had the answer: it is in the record
+
+    async def _answer_keyed(self, claim: Claimed, created: bool, body: Body, send: Send) -> None:
+        context, record = self._context, claim.record
+        framing = decode_framing(record.request.framing)
+        request = msgspec.structs.replace(record.request, input=body.to_input())
+        if record.outcome is not None and not record.outcome.too_large:
+            await self._answer(self._family, Admitted(request, framing), Replay(record), send)
+            return
+        if record.outcome is not None:
+            located = await context.dispatcher.locate(request.rid, context.tenant, record.seq)
+            if located is None:
+                raise ResultGone("the request of this key was answered; the answer is not kept any more")
+            stream = await context.dispatcher.attach(
+                request, context.tenant, located.seq, b"", located.queue_left_s, keyed=True, resumable=self._resumable
+            )
+        else:
+            context.router.check_servable(request.model, request.version)
+            stream = await self._keyed_stream(claim, created, request)
+            claim.stream, stream.guard = stream, claim.may_run
+            self._recording = stream.recorder = claim.recording(stream)
+        await self._answer(self._family, Admitted(request, framing), stream, send)
+
+    async def _keyed_stream(self, claim: Claimed, created: bool, request: wire.Request) -> Stream:
+        """The stream of a key's request that has not been answered as far as is known."""
+        dispatcher, tenant = self._context.dispatcher, self._context.tenant
+        if not created and claim.record.seq:
+            left_s = self._settings.queue_deadline_s
+            return await dispatcher.attach(
+                request, tenant, claim.record.seq, wire.encode(request), left_s, keyed=True, resumable=self._resumable
+            )
+        try:
+            stream = await dispatcher.submit(request, tenant, keyed=True, resumable=self._resumable)
+        except (QueueFull, TooLarge):
+            await claim.withdraw()  # it was certainly not stored
+            raise
+        claim.note_published(stream.sequence)
+        return stream
+
+    async def _before_end(self) -> None:
+        if self._recording is not None:
+            await self._recording.settled()
+
+
+def _text(headers: dict[bytes, bytes], name: bytes) -> str | None:
+    value: Any = headers.get(name)
+    return None if value is None else value.decode("utf-8", "replace")

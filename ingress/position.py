@@ -1,0 +1,135 @@
+"""Where a client is in a resumable stream: the ids of its events, and the events that they belong to.
+
+An id is `<rid>.<sequence>.<next>.<digest>`: the request, its message, and of each choice (joined by `-`) how many tokens the
+client has and the digest of their ids. Marks in `next` say which events were told that are no tokens: `o` after a choice that
+was opened (its role) and has no token yet, `f` after one whose finish was told, `u` at the end once the usage was, `e` at the
+end once the stream was complete.
+"""
+
+import hashlib
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ingress.sse import Events
+from shared.errors import BadRequest
+from shared.requester import Known
+from shared.wire import Usage
+
+if TYPE_CHECKING:
+    from ingress.relay import Source
+    from shared.stream import Delta
+
+HEADER = "Last-Event-ID"
+NEXT_MAX = 2**31 - 1
+
+_ID = re.compile(
+    r"(?P<rid>[0-9a-f]{32})\.(?P<sequence>[0-9]{1,19})"
+    r"\.(?P<next>[0-9]{1,10}[of]?(?:-[0-9]{1,10}[of]?)*)(?P<last>[ue]?)\.(?P<digest>[0-9a-f]{16}(?:-[0-9a-f]{16})*)"
+)
+
+
+class At(msgspec.Struct):
+    """What a client has of one choice."""
+
+    next: int = 0  # tokens
+    opened: bool = False
+    finished: bool = False
+
+
+class Position(msgspec.Struct):
+    """What a client has of a stream."""
+
+    rid: str
+    sequence: int
+    choices: list[At]
+    digests: list[str]
+    usage_told: bool = False
+    complete: bool = False
+
+    @property
+    def known(self) -> Known:
+        return Known(next=[choice.next for choice in self.choices], digest=self.digests)
+
+
+def parse(text: str) -> Position:
+    """The position that an event's id stands for. Raises BadRequest."""
+    found = _ID.fullmatch(text.strip())
+    items = found["next"].split("-") if found else []
+    digests = found["digest"].split("-") if found else []
+    choices = [At(int(item.rstrip("of")), item[-1] in "of", item[-1] == "f") for item in items]
+    if found is None or len(choices) != len(digests) or any(choice.next > NEXT_MAX for choice in choices):
+        raise BadRequest(f"{HEADER}: not an id of an event of a resumable stream", param=HEADER)
+    for choice in choices:
+        choice.opened |= choice.next > 0
+    last = found["last"]
+    return Position(found["rid"], int(found["sequence"]), choices, digests, last != "", last == "e")
+
+
+class NumberedEvents:
+    """The events of a stream with their ids, around those of its family.
+
+    It is fed the stream from its first token on. What a client that resumes has `seen` is not told again, but a family's
+    own events are made of it all the same, so that the rest is what it would have been.
+    """
+
+    def __init__(self, inner: Events, stream: "Source", choices: int, seen: Position | None) -> None:
+        self._inner, self._stream = inner, stream
+        self._seen = seen
+        self._choices = [At() for _ in range(choices)]
+        self._hashes = [hashlib.blake2b(digest_size=8) for _ in range(choices)]
+        self._mark = ""
+        self.open_choices = inner.open_choices
+
+    def id(self) -> bytes:
+        """The id of the events told so far."""
+        items = [
+            f"{choice.next}{'f' if choice.finished else 'o' if choice.opened and not choice.next else ''}"
+            for choice in self._choices
+        ]
+        digests = "-".join(each.hexdigest() for each in self._hashes)
+        stream = self._stream
+        return f"{stream.rid}.{stream.sequence}.{'-'.join(items)}{self._mark}.{digests}".encode()
+
+    def add(self, deltas: "list[Delta]", out: list[bytes]) -> None:
+        for delta in deltas:
+            number = delta.choice
+            choice = self._choices[number]
+            seen = self._seen.choices[number] if self._seen is not None else At()
+            if not choice.opened:
+                choice.opened = True
+                self._feed(
+                    msgspec.structs.replace(delta, ids=[], text="", logprobs=None, finish=None), seen.opened, out
+                )
+            for token in delta.ids:  # one at most
+                choice.next += 1
+                self._hashes[number].update(token.to_bytes(4, "little"))
+            old = choice.next <= seen.next if delta.ids else False
+            if delta.finish is None:
+                self._feed(delta, old, out)
+                continue
+            if delta.ids or delta.text:
+                self._feed(msgspec.structs.replace(delta, finish=None), old, out)
+            choice.finished = True
+            self._feed(msgspec.structs.replace(delta, ids=[], text="", logprobs=None), seen.finished, out)
+
+    def closing(self, usage: Usage, claims: int) -> bytes:
+        *before, last = self._inner.closing(usage, claims).split(b"\n\n")[:-1]
+        self._mark = "u"
+        told = self._seen is not None and self._seen.usage_told
+        parts = [] if told else [self._numbered(event) for event in before]
+        self._mark = "e"
+        parts.append(self._numbered(last))
+        return b"".join(parts)
+
+    def _feed(self, delta: "Delta", old: bool, out: list[bytes]) -> None:
+        made: list[bytes] = []
+        self._inner.add([delta], made)
+        self.open_choices = self._inner.open_choices
+        if made and not old:
+            out += made[:-1]  # of several for one token only the last says that the client has all of it
+            out.append(b"id: %b\n%b" % (self.id(), made[-1]))
+
+    def _numbered(self, event: bytes) -> bytes:
+        return b"id: %b\n%b\n\n" % (self.id(), event)

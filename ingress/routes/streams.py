@@ -1,0 +1,58 @@
+"""GET /v1/streams/{rid}: go on with a resumable stream. POST /v1/streams/{rid}/cancel, or DELETE: end a request."""
+
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ingress import openapi
+from ingress.context import Context
+from ingress.family import Family
+from ingress.position import HEADER
+from ingress.resumption import ROUTE, Resumption, position_of
+from shared.errors import StreamNotFound
+
+PARAMETERS = [
+    {"name": "rid", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
+    {"name": HEADER, "in": "header", "schema": {"type": "string"}},
+]
+
+
+class Ended(msgspec.Struct):
+    """What a request that was to be cancelled has come to."""
+
+    id: str
+    status: Literal["cancelled", "finished"]
+
+
+def router(context: Context, families: tuple[Family, ...]) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+    stream: dict[str, Any] = {
+        "summary": "Go on with a resumable stream",
+        "responses": {
+            200: {"description": "The rest of its events", "content": {"text/event-stream": {}}},
+            204: {"description": "It is complete, and so was what the client has"},
+        },
+        "openapi_extra": {"parameters": PARAMETERS},
+    }
+    ended = openapi.answer(Ended) | {"summary": "End a request", "openapi_extra": {"parameters": PARAMETERS}}
+
+    async def resume(request: Request) -> Response:
+        return Resumption(context, families, request.path_params["rid"])
+
+    async def cancel(request: Request) -> Response:
+        rid = request.path_params["rid"]
+        position = position_of(dict(request.scope["headers"]), rid)
+        sequence = 0 if position is None else position.sequence
+        status = await context.dispatcher.revoke(rid, context.tenant, sequence)
+        if not status:
+            raise StreamNotFound(f"there is no request {rid}, or there is not any more")
+        answer = Ended(rid, "cancelled" if status == b"cancelled" else "finished")
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    routes.get(ROUTE, **stream)(resume)
+    routes.delete(ROUTE, **ended)(cancel)
+    routes.post(ROUTE + "/cancel", **ended)(cancel)
+    return routes

@@ -1,0 +1,86 @@
+"""Where a request is that was published by somebody: in the queue, with a worker, or at another requester."""
+
+import logging
+import time
+
+import msgspec
+
+from shared import subjects, wire
+from shared.bus import Bus
+from shared.errors import Unavailable
+from shared.settings import Settings
+from shared.streams import StoredMessage
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_MAX = 2  # of asking everybody
+
+
+class Located(msgspec.Struct, frozen=True):
+    """A request that can be attached to."""
+
+    request: wire.Request
+    seq: int
+    body: bytes  # of its message; b"": the message is gone
+    queue_left_s: float  # of its queue deadline, if nobody has taken it yet
+
+
+async def locate(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int) -> Located | None:
+    """The request, asked of the queue by its sequence (0: not known), then of everybody. None: nobody has it any more.
+
+    Raises Unavailable.
+    """
+    stored = await _stored(bus, rid, tenant, seq)
+    if stored is None:
+        found = await _ask_everybody(bus, settings, rid, tenant)
+        if found is None:
+            return None
+        if found.seq not in (0, seq):
+            stored = await _stored(bus, rid, tenant, found.seq)
+        if stored is None:
+            return Located(found.request, found.seq, b"", settings.orphan_grace_s)
+    message, request = stored
+    left_s = settings.queue_deadline_s
+    deadline_ms = message.headers.get(wire.HEADER_QUEUE_DEADLINE, "")
+    if deadline_ms.isdigit():
+        left_s = int(deadline_ms) / 1000 - time.time()
+    # a worker may have taken it in time and be at it still: whoever attaches has to find that out first
+    return Located(request, message.seq, wire.encode(request), max(left_s, settings.orphan_grace_s))
+
+
+async def revoke(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int) -> bytes:
+    """End a request for everybody: `wire.CANCELLED`, `wire.FINISHED`, or b"" when nobody has it. Raises Unavailable.
+
+    A queued one is known to the requester that published it; where that one is gone, only its sequence finds it.
+    """
+    try:
+        answer = await bus.request(subjects.CANCEL, wire.encode(wire.About(rid, tenant)), settings.attach_timeout_s)
+    except Unavailable:
+        if await _stored(bus, rid, tenant, seq) is None:
+            return b""
+        await bus.delete_message(subjects.REQ_STREAM, seq)
+        return wire.CANCELLED
+    return answer.data
+
+
+async def _stored(bus: Bus, rid: str, tenant: str, seq: int) -> tuple[StoredMessage, wire.Request] | None:
+    message = await bus.get_message(subjects.REQ_STREAM, seq) if seq else None
+    if message is None or subjects.tenant_of_request(message.subject) != tenant:
+        return None
+    try:
+        request = wire.decode_request(message.data, message.headers)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return (message, request) if request.rid == rid else None
+
+
+async def _ask_everybody(bus: Bus, settings: Settings, rid: str, tenant: str) -> wire.Found | None:
+    question = wire.encode(wire.About(rid, tenant))
+    for _ in range(ATTEMPTS_MAX):
+        try:
+            answer = await bus.request(subjects.FIND, question, settings.attach_timeout_s)
+        except Unavailable as error:
+            log.info("request %s: %s", rid, error.message)
+            continue
+        return wire.decode_found(answer.data)
+    return None
