@@ -15,6 +15,7 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prefill_chunk: int = 512  # prompt tokens in one step at most
     engine: str = "headrace"  # headrace | vllm: another engine behind the same protocol, an optional extra
     kv_dtype: str = "auto"  # of keys and values: auto (the model's) | int8 | fp8 (on a GPU)
+    kernels: str = "auto"  # on a CPU: auto (our own where they fit) | torch
     attention: str = "auto"  # on a GPU: auto | triton | varlen | torch
 
 

@@ -33,6 +33,7 @@ class Sequence:
     failures: int = 0  # steps that raised with this sequence in them
     alone: bool = False  # such a step is being repeated with this sequence only
     memo: Any = None  # what the runner keeps with a sequence; it lives and ends with it
+    runner: Any = None  # what computes it, where there is a choice: it stays with it to its end
     matcher: Any = None  # what its grammar lets come next (grammar.Matcher)
     score_from: int | None = None  # first position of the prompt whose log probability is still to be handed out
 
