@@ -74,6 +74,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
 }
 
+# what to ask for instead
+INSTEAD = {
+    "best_of": "`n` gives several choices, all of which are returned",
+    "prompt_logprobs": "/v1/completions gives them with `echo` and `logprobs`",
+}
+
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None

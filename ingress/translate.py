@@ -3,7 +3,7 @@
 import secrets
 
 from ingress.constraints import to_grammar
-from ingress.schemas import NEUTRAL, Body
+from ingress.schemas import INSTEAD, NEUTRAL, Body
 from shared.errors import BadRequest, ContextLength, Unsupported
 from shared.records import Version
 from shared.settings import Settings
@@ -17,7 +17,8 @@ def refuse_not_served(body: Body) -> None:
     for name in body.not_served():
         value = getattr(body, name)
         if value is not None and value not in NEUTRAL.get(name, ()):
-            raise Unsupported(f"{name}: not supported", param=name)
+            instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+            raise Unsupported(f"{name}: not supported{instead}", param=name)
 
 
 def to_sampling(body: Body, version: Version, settings: Settings) -> Sampling:

@@ -12,7 +12,7 @@ from ingress.translate import check_prompt_length, refuse_not_served, to_samplin
 from shared.errors import HeadraceError
 from shared.records import Version
 from shared.settings import Settings
-from shared.wire import ChatMessage, Input, Request, Sampling
+from shared.wire import ChatMessage, Grammar, Input, Request, Sampling
 
 DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     "chat": msgspec.json.Decoder(ChatBody),
@@ -136,6 +136,53 @@ def test_chat_logprobs(fields: dict[str, Any], expected: int | None) -> None:
 def test_completion_logprobs_zero_means_the_chosen_token() -> None:
     assert given("completions", logprobs=0)[1].logprobs == 0
     assert given("completions")[1].logprobs is None
+
+
+SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+SCHEMA_TEXT = '{"type":"object","properties":{"é":{"type":"integer"}}}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {}}, None),
+        ({"structured_outputs": {"json_object": False}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Grammar("json_schema", SCHEMA_TEXT),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            Grammar("json_schema", SCHEMA_TEXT, strict=False),
+        ),
+        ({"guided_json": SCHEMA}, Grammar("json_schema", SCHEMA_TEXT)),
+        ({"guided_json": json.dumps(SCHEMA)}, Grammar("json_schema", SCHEMA_TEXT)),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a","b"]')),
+        ({"guided_grammar": "root ::= x"}, Grammar("grammar", "root ::= x")),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", SCHEMA_TEXT)),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a","b"]')),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, Grammar("grammar", "root ::= x")),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+    ],
+)
+def test_structured_output_is_one_grammar(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    for family in MINIMAL:
+        assert given(family, **fields)[1].grammar == grammar
+
+
+def test_an_echo_may_come_alone() -> None:
+    sampling = given("completions", echo=True, max_tokens=0, logprobs=3)[1]
+    assert (sampling.echo, sampling.max_tokens, sampling.logprobs) == (True, 0, 3)
+    assert not given("completions", echo=False)[1].echo
 
 
 def test_stop_may_be_a_string_and_top_k_minus_one_is_off() -> None:
@@ -272,6 +319,27 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ("completions", {"prompt": [[1, "2"]]}, "prompt[0][1]", "got `str`"),
     ("completions", {"prompt": [-1]}, "prompt[0]", ">= 0"),
     ("completions", {"logprobs": -1}, "logprobs", ">= 0"),
+    ("completions", {"max_tokens": 0}, "max_tokens", "at least 1 without `echo`"),
+    ("chat", {"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'"),
+    ("chat", {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+    (
+        "chat",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "missing",
+    ),
+    ("chat", {"guided_json": "not json"}, "guided_json", "not a JSON schema"),
+    ("chat", {"guided_json": "[1]"}, "guided_json", "not a JSON schema"),
+    ("chat", {"guided_choice": []}, "guided_choice", "none of them empty"),
+    ("chat", {"guided_choice": ["a", ""]}, "guided_choice", "none of them empty"),
+    ("chat", {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice"),
+    ("chat", {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "one constraint"),
+    (
+        "chat",
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs.choice",
+        "structured_outputs.regex and structured_outputs.choice",
+    ),
     ("infer", {"input": ...}, "input", "missing"),
     ("infer", {"input": ""}, "input", "must not be empty"),
     ("infer", {"input": []}, "input", "must not be empty"),
@@ -300,22 +368,25 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ("chat", {"functions": [{"name": "f"}]}, "functions"),
     ("chat", {"function_call": {"name": "f"}}, "function_call"),
-    ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
-    ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
     ("chat", {"modalities": ["text", "audio"]}, "modalities"),
     ("chat", {"audio": {"voice": "alloy", "format": "mp3"}}, "audio"),
     ("chat", {"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ("chat", {"web_search_options": {}}, "web_search_options"),
     ("chat", {"reasoning_effort": "high"}, "reasoning_effort"),
-    ("chat", {"guided_json": {"type": "object"}}, "guided_json"),
-    ("chat", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ("chat", {"chat_template": "{{ x }}"}, "chat_template"),
     ("completions", {"suffix": "end"}, "suffix"),
-    ("completions", {"echo": True}, "echo"),
     ("completions", {"best_of": 3}, "best_of"),
     ("completions", {"prompt": ["a", "b"]}, "prompt"),
     ("completions", {"prompt": [[1], [2]]}, "prompt"),
     ("completions", {"prompt_logprobs": 1}, "prompt_logprobs"),
+    ("chat", {"echo": True}, "echo"),
+    ("infer", {"echo": True}, "echo"),
+    ("chat", {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    (
+        "chat",
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+    ),
     ("infer", {"n": 2}, "n"),
     ("chat", {"messages": IMAGE}, "messages[0].content[1]"),
 ]
@@ -328,6 +399,12 @@ def test_what_is_not_served_is_refused_clearly(family: str, fields: dict[str, An
     error = caught.value
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", param)
     assert error.message.startswith(param)
+
+
+@pytest.mark.parametrize(("param", "words"), [("prompt_logprobs", "`echo`"), ("best_of", "`n`")])
+def test_a_refusal_says_what_is_served_instead(param: str, words: str) -> None:
+    with pytest.raises(HeadraceError, match=words):
+        given("completions", **{param: 2})
 
 
 def test_lengths_name_both_numbers() -> None:
