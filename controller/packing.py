@@ -1,18 +1,23 @@
 """A model's directory as a version: read into a manifest, uploaded, and checked in the object store. All of it blocks."""
 
 import hashlib
+import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from shared import manifests
-from shared.errors import BadRequest, NotFound, VersionFailed
+from shared.errors import BadRequest, NotFound, ObjectsUnavailable, VersionFailed
 from shared.manifests import MANIFEST_NAME, Manifest, ManifestFile
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, Version
 from shared.settings import MIB, Settings
 
+log = logging.getLogger(__name__)
+
+UPLOAD_PAUSES_S = (0.5, 2.0, 5.0)
 FILE_SUFFIXES = {".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all): each byte is hashed once and uploaded once
@@ -59,10 +64,21 @@ def upload(objects: ObjectStore, directory: Path, manifest: Manifest, on_progres
     done = manifest.size
     for file in manifest.files:
         key = manifests.object_key(manifest.model, manifest.version, file.name)
-        objects.put_file(key, directory / file.name, file.size, file.sha256)
+        _put_file(objects, key, directory / file.name, file)
         done += file.size
         on_progress(done, 2 * manifest.size)
     objects.put(manifests.object_key(manifest.model, manifest.version, MANIFEST_NAME), manifests.encode(manifest))
+
+
+def _put_file(objects: ObjectStore, key: str, path: Path, file: ManifestFile) -> None:
+    """Write one file; a store that drops the connection in the middle is asked again, from the file's first byte."""
+    for pause_s in UPLOAD_PAUSES_S:
+        try:
+            return objects.put_file(key, path, file.size, file.sha256)
+        except ObjectsUnavailable as error:
+            log.warning("%s is sent again in %g s: %s", file.name, pause_s, error.message)
+            time.sleep(pause_s)
+    return objects.put_file(key, path, file.size, file.sha256)
 
 
 def verifier(settings: Settings) -> Callable[[Version], None]:

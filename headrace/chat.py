@@ -1,6 +1,7 @@
 """`headrace chat`: a conversation in the terminal, streamed from the ingress."""
 
 import json
+import signal
 import sys
 from typing import Any
 
@@ -22,6 +23,8 @@ def chat(url: str, model: str, message: str | None, sampling: dict[str, Any]) ->
             text = message if message is not None else sys.stdin.read()
             _answer(client, model, [{"role": "user", "content": text}], sampling)
             return
+        # a shell that started us in the background left SIGINT ignored, and Python leaves it so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print(f"{model} at {url}; Ctrl-C stops an answer, Ctrl-D ends")
         _converse(client, model, sampling)
 

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from headrace import demo
 from headrace.stack import reports, state, supervisor
 from headrace.stack.plan import Plan
@@ -99,13 +101,21 @@ def down(settings: Settings) -> None:
         say(f"it did not end within {budget_s:.0f} s: killing it")
         os.kill(pid, signal.SIGKILL)
         _released(data, LIFELINE_BUDGET_S)
-    left = [process.pid for process in found.processes.values()] if found else []
+    left = [pid, *(process.pid for process in found.processes.values())] if found else [pid]
     deadline = time.monotonic() + LIFELINE_BUDGET_S
-    while left := [pid for pid in left if Path(f"/proc/{pid}").exists()]:
+    while left := [pid for pid in left if psutil.pid_exists(pid) and not _zombie(pid)]:
         if time.monotonic() > deadline:
             raise StackError(f"processes {left} of the stack are still there")
         time.sleep(0.05)
     say("ended")
+
+
+def _zombie(pid: int) -> bool:
+    """Whether it has ended already and only its parent has not looked yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def banner(data: Path, http: str, with_demo: bool) -> str:

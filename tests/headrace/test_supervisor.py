@@ -32,6 +32,7 @@ def processes_of(data: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             named = str(data) in " ".join([process.cwd(), *process.cmdline(), *process.environ().values()])
+            # asked last: it may end while we look, and be a zombie until whoever inherited it reaps it
             if process.pid != os.getpid() and named and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
