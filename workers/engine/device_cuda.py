@@ -13,7 +13,7 @@ from workers.engine.attention_cuda import Cache, VarlenLayer, choose_backend, ne
 from workers.engine.attention_plan import SPLITS_MAX
 from workers.engine.batch_cuda import CudaCurrent, CudaPacker
 from workers.engine.blocks import BLOCK_TOKENS, blocks_for
-from workers.engine.decode_graphs import buckets_up_to
+from workers.engine.decode_graphs import GraphRecorder, buckets_up_to
 from workers.engine.device import Device, PlainDevice
 from workers.engine.gate import LayerShape
 from workers.engine.load import LoadRefused
@@ -118,7 +118,7 @@ class CudaDevice:
     def finish(self) -> None:
         """Record the decode graphs, where the attention can be recorded: they keep the cache's addresses."""
         if self.backend == "triton":
-            self.runner.capture(self._slots)
+            self.runner.capture(self._slots, GraphRecorder())
 
     def _layer(self, cache: Cache) -> Layer:
         if self.backend == "varlen":

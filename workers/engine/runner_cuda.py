@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from workers.engine.batch_cuda import CudaBatch, CudaCurrent, CudaPacker
-from workers.engine.decode_graphs import DecodeGraphs, bucket_of
+from workers.engine.decode_graphs import DecodeGraphs, Recorder, bucket_of
 from workers.engine.engine import Drawn
 from workers.engine.runner import sample_step
 from workers.engine.sampler import Sampler
@@ -49,8 +49,8 @@ class CudaRunner:
         return logits
 
     @torch.inference_mode()
-    def capture(self, slots: int) -> None:
+    def capture(self, slots: int, record: Recorder) -> None:
         """Record decode steps of up to `slots` rows. The cache must be attached: graphs keep its addresses."""
-        graphs = DecodeGraphs(self.compute, self.packer, slots)
+        graphs = DecodeGraphs(self.compute, self.packer, slots, record)
         graphs.capture()
         self.graphs = graphs
