@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from ingress.schemas import Body
 from ingress.translate import check_prompt_length, refuse_not_served, to_sampling
-from shared.errors import QueueFull
+from shared.errors import BadRequest, QueueFull
 from shared.records import Version
 from shared.settings import Settings
-from shared.wire import Request
+from shared.wire import Request, new_id
 
 if TYPE_CHECKING:
     from shared.dispatch import Dispatcher
@@ -55,21 +55,31 @@ class Admission:
         self._settings, self._dispatcher = settings, dispatcher
         self._rates: dict[str, QueueRate] = {}
 
-    def admit(self, rid: str, body: Body, body_bytes: int, version: Version, tenant: str, now: float) -> Request:
-        """What to publish. Raises BadRequest, Unsupported, ContextLength or QueueFull."""
+    def admit(self, rid: str, body: Body, body_bytes: int, version: Version, tenant: str, now: float) -> list[Request]:
+        """What to publish, a request for each prompt. Raises BadRequest, Unsupported, ContextLength or QueueFull."""
         refuse_not_served(body)
-        prompt = body.to_input()
-        sampling = to_sampling(body, version, self._settings)
-        check_prompt_length(prompt, body_bytes, version, self._settings)
-        self._check_queue(tenant, now)
-        return Request(rid, version.model, version.version, prompt, sampling)
+        prompts = body.to_inputs()
+        if len(prompts) > self._settings.prompts_max:
+            raise BadRequest(
+                f"prompt: at most {self._settings.prompts_max} prompts, got {len(prompts)}", param="prompt"
+            )
+        samplings = [to_sampling(body, version, self._settings) for _ in prompts]  # each has a seed of its own
+        for prompt in prompts:
+            check_prompt_length(prompt, body_bytes, version, self._settings)
+        self._check_queue(tenant, len(prompts), now)
+        rids = [rid, *(new_id() for _ in prompts[1:])]
+        return [
+            Request(each, version.model, version.version, prompt, sampling)
+            for each, prompt, sampling in zip(rids, prompts, samplings, strict=True)
+        ]
 
-    def _check_queue(self, tenant: str, now: float) -> None:
+    def _check_queue(self, tenant: str, wanted: int, now: float) -> None:
         queued, queued_max = self._dispatcher.queued(tenant), self._settings.tenant_queue_max
         rate = self._rates.setdefault(tenant, QueueRate())
-        if queued >= queued_max:
+        if queued + wanted > queued_max:
             raise QueueFull(
                 f"{queued} requests wait for a worker, the limit is {queued_max}",
                 retry_after=rate.retry_after(queued, queued_max, now),
             )
-        rate.published(queued + 1, now)
+        for number in range(wanted):
+            rate.published(queued + number + 1, now)

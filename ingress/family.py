@@ -25,6 +25,7 @@ class Admitted(msgspec.Struct):
 
     request: wire.Request
     framing: Framing
+    parts: list[wire.Request] = []  # published instead of `request`, whose choices are those of all of them
 
     @property
     def reference(self) -> str:

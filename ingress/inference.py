@@ -14,8 +14,9 @@ from ingress.family import Admitted, Family, Framing, decode_framing
 from ingress.keys import Claimed, Recording, Replay
 from ingress.relay import Exchange
 from ingress.schemas import Body
+from ingress.several import submitted
 from shared import wire
-from shared.errors import QueueFull, ResultGone, StreamGone, TooLarge
+from shared.errors import QueueFull, ResultGone, StreamGone, TooLarge, Unsupported
 from shared.stream import Stream
 
 encode_framing = msgspec.msgpack.Encoder().encode
@@ -56,13 +57,25 @@ class Inference(Exchange):
         sticky = _text(headers, b"x-session-id") or body.prompt_cache_key or body.user or self.rid
         version = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
         self._is_of(version.model, version.version)
-        request = context.admission.admit(self.rid, body, body_bytes, version, context.tenant, self._started)
+        requests = context.admission.admit(self.rid, body, body_bytes, version, context.tenant, self._started)
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         framing = Framing(self._family.route, reference, int(time.time()), include_usage, self._streamed)
+        if len(requests) > 1:
+            return self._several(requests, framing)
+        [request] = requests
         if self._resumable:
             self._detachable = True
             request.framing = encode_framing(framing)
         return Admitted(request, framing)
+
+    def _several(self, requests: list[wire.Request], framing: Framing) -> Admitted:
+        if self._resumable or self._detachable:
+            raise Unsupported(
+                "prompt: several prompts are served without Idempotency-Key and X-Resumable only", param="prompt"
+            )
+        first = requests[0]
+        sampling = msgspec.structs.replace(first.sampling, n=first.sampling.n * len(requests))
+        return Admitted(msgspec.structs.replace(first, sampling=sampling), framing, requests)
 
     def _is_of(self, model: str, version: str) -> None:
         self._served.model, self._served.version = model, version
@@ -72,6 +85,10 @@ class Inference(Exchange):
         # not interrupted while publishing: the message can be deleted only once the ack told its sequence
         self._interruptible = False
         dispatcher, tenant = self._context.dispatcher, self._context.tenant
+        if admitted.parts:
+            async with submitted(dispatcher, admitted.parts, tenant) as several:
+                await self._answer(self._family, admitted, several, send)
+            return
         stream = await dispatcher.submit(admitted.request, tenant, resumable=self._resumable)
         await self._answer(self._family, admitted, stream, send)
 

@@ -147,8 +147,12 @@ class Body(NotServed, kw_only=True):
         """The fields that this route refuses."""
         return [name for name in NotServed.__struct_fields__ if name not in cls.SERVED]
 
+    def to_inputs(self) -> list[Input]:
+        """What to continue: one prompt, or several. Raises BadRequest."""
+        return [self.to_input()]
+
     def to_input(self) -> Input:
-        """What to continue. Raises BadRequest."""
+        """What to continue, when it is one prompt. Raises BadRequest."""
         raise NotImplementedError
 
     def echoes(self) -> bool:
@@ -213,13 +217,17 @@ class CompletionBody(Body, kw_only=True):
     echo: bool | None = None
     logprobs: TopCount | None = None
 
-    def to_input(self) -> Input:
+    def to_inputs(self) -> list[Input]:
         prompt = self.prompt
         if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
-            return _text_or_tokens(prompt, "prompt")
-        if len(prompt) > 1:
-            raise Unsupported(f"prompt: one prompt a request is served, got {len(prompt)}", param="prompt")
-        return _text_or_tokens(prompt[0], "prompt")
+            return [_text_or_tokens(prompt, "prompt")]
+        if len(prompt) == 1:
+            return [_text_or_tokens(prompt[0], "prompt")]
+        return [_text_or_tokens(each, f"prompt[{index}]") for index, each in enumerate(prompt)]
+
+    def to_input(self) -> Input:
+        [prompt] = self.to_inputs()
+        return prompt
 
     def echoes(self) -> bool:
         return bool(self.echo)
@@ -289,11 +297,13 @@ def _content(message: Message, path: str) -> str | None:
     return "".join(texts)
 
 
-def _text_or_tokens(given: str | list[Any], path: str) -> Input:
-    if not given:
+def _text_or_tokens(given: Any, path: str) -> Input:
+    if not given and given != 0:
         raise BadRequest(f"{path}: must not be empty", param=path)
     if isinstance(given, str):
         return Input(prompt=given)
+    if not isinstance(given, list):
+        raise BadRequest(f"{path}: prompts and token ids do not mix", param=path)
     for index, token in enumerate(given):
         if not isinstance(token, int):
             where = f"{path}[{index}]"

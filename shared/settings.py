@@ -49,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_bytes_per_token_max: int = 16  # more bytes than this times the model's length are refused at once
     tenant_queue_max: int = 1000  # published and not yet accepted, per tenant and ingress
     choices_max: int = 16
+    prompts_max: int = 64  # of one request
     stop_strings_max: int = 4
     keepalive_s: float = 10.0
     head_hold_s: float = 1.0

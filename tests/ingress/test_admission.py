@@ -24,6 +24,27 @@ def admit(dispatcher: Dispatcher, admission: Admission, make: Any, body: dict[st
     return admission.admit("rid", decoded, 10, make.version(), "local", now)
 
 
+def test_a_request_for_each_prompt_with_a_seed_of_its_own(make: Any) -> None:
+    admission = Admission(Settings(tenant_queue_max=3), Dispatcher(0))  # type: ignore[arg-type]
+    first, second, third = admit(Dispatcher(0), admission, make, {"prompt": ["a", [1, 2], "b"], "n": 2})
+    assert first.rid == "rid"
+    assert len({each.rid for each in (first, second, third)}) == 3
+    assert len({each.sampling.seed for each in (first, second, third)}) == 3
+    assert [first.input.prompt, second.input.token_ids, third.input.prompt] == ["a", [1, 2], "b"]
+    assert {each.sampling.n for each in (first, second, third)} == {2}
+    seeded = admit(Dispatcher(0), admission, make, {"prompt": ["a", "a"], "seed": 9})
+    assert [each.sampling.seed for each in seeded] == [9, 9]
+
+
+def test_prompts_count_one_by_one(make: Any) -> None:
+    admission = Admission(Settings(tenant_queue_max=3, prompts_max=4), Dispatcher(1))  # type: ignore[arg-type]
+    assert len(admit(Dispatcher(1), admission, make, {"prompt": ["a", "b"]})) == 2
+    with pytest.raises(QueueFull):
+        admit(Dispatcher(1), admission, make, {"prompt": ["a", "b", "c"]})
+    with pytest.raises(BadRequest, match="at most 4 prompts, got 5"):
+        admit(Dispatcher(1), admission, make, {"prompt": ["a"] * 5})
+
+
 def test_a_full_queue_refuses_with_a_computed_retry_after(make: Any) -> None:
     dispatcher = Dispatcher(0)
     admission = Admission(Settings(tenant_queue_max=91), dispatcher)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def translate(family: str, raw: bytes, settings: Settings | None = None) -> tupl
     settings = settings or Settings()
     body: Body = decode(DECODERS[family], raw)
     refuse_not_served(body)
-    prompt = body.to_input()
+    [prompt] = body.to_inputs()
     sampling = to_sampling(body, MODEL, settings)
     check_prompt_length(prompt, len(raw), MODEL, settings)
     return prompt, sampling
@@ -318,6 +318,9 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ("completions", {"prompt": [1, [2]]}, "prompt[1]", "do not mix"),
     ("completions", {"prompt": [[1, "2"]]}, "prompt[0][1]", "got `str`"),
     ("completions", {"prompt": [-1]}, "prompt[0]", ">= 0"),
+    ("completions", {"prompt": ["a", ""]}, "prompt[1]", "must not be empty"),
+    ("completions", {"prompt": ["a", 1]}, "prompt[1]", "do not mix"),
+    ("completions", {"prompt": ["a", [1, "b"]]}, "prompt[1][1]", "do not mix"),
     ("completions", {"logprobs": -1}, "logprobs", ">= 0"),
     ("completions", {"max_tokens": 0}, "max_tokens", "at least 1 without `echo`"),
     ("chat", {"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'"),
@@ -376,8 +379,6 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"chat_template": "{{ x }}"}, "chat_template"),
     ("completions", {"suffix": "end"}, "suffix"),
     ("completions", {"best_of": 3}, "best_of"),
-    ("completions", {"prompt": ["a", "b"]}, "prompt"),
-    ("completions", {"prompt": [[1], [2]]}, "prompt"),
     ("completions", {"prompt_logprobs": 1}, "prompt_logprobs"),
     ("chat", {"echo": True}, "echo"),
     ("infer", {"echo": True}, "echo"),
