@@ -80,7 +80,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     req_bytes_max: int = 8 * GIB
     req_messages_per_subject_max: int = 10_000
     req_consumers_max: int = 5000
-    publish_timeout_s: float = 5.0
+    publish_timeout_s: float = 15.0  # an election of a stream's leader takes up to 10
 
     # the worker
     cache_dir: str = ""  # default: <data_dir>/cache

@@ -1,25 +1,47 @@
 """NATS for a fleet under fault: one server, or three in a cluster, each on a fixed port and with a store that stays."""
 
 import asyncio
+import contextlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from faults.processes import Child
 from headrace.stack import ports, servers
+from shared.bus import Bus
+from shared.errors import Unavailable
+from shared.settings import Settings
 
 HOST = "127.0.0.1"
+
+
+async def formed(settings: Settings) -> None:
+    """Wait until the servers have found each other and hold our streams."""
+    bus = await Bus.connect(settings, "formed")
+    try:
+        async with asyncio.timeout(40):
+            while True:
+                with contextlib.suppress(Unavailable):
+                    await bus.ensure()
+                    return
+                await asyncio.sleep(0.2)
+    finally:
+        await bus.close()
 
 
 class Broker:
     """`nodes` servers with JetStream. `client_url` is where clients connect, `nodes[k].url` one server alone."""
 
-    def __init__(self, directory: Path, nodes: int = 1, store: Path | None = None) -> None:
-        """`store` holds the data of a single server instead of a directory here: a small file system, for instance."""
+    def __init__(self, directory: Path, nodes: int = 1, store: Path | None = None, options: Sequence[str] = ()) -> None:
+        """`store` holds the data of a single server instead of a directory here: a small file system, for instance.
+
+        `options` are lines of configuration.
+        """
         chosen = ports.free_ports(2 * nodes)
         routes = [f"nats://{HOST}:{port}" for port in chosen[nodes:]]
         self.nodes = [
-            Node(directory, f"nats-{number}", chosen[number], chosen[nodes + number], routes, store)
+            Node(directory, f"nats-{number}", chosen[number], chosen[nodes + number], routes, store, options)
             for number in range(nodes)
         ]
         self.replicas = nodes
@@ -34,6 +56,10 @@ class Broker:
         for node in self.nodes:
             await node.ready()
 
+    def start_and_wait(self) -> None:
+        """`start` for callers without a loop."""
+        asyncio.run(self.start())
+
     def kill(self) -> None:
         for node in self.nodes:
             node.child.kill()
@@ -46,7 +72,14 @@ class Node:
     """One nats-server."""
 
     def __init__(
-        self, directory: Path, name: str, port: int, route_port: int, routes: list[str], store: Path | None
+        self,
+        directory: Path,
+        name: str,
+        port: int,
+        route_port: int,
+        routes: list[str],
+        store: Path | None,
+        options: Sequence[str],
     ) -> None:
         self.url = f"nats://{HOST}:{port}"
         config = directory / f"{name}.conf"
@@ -56,6 +89,7 @@ class Node:
             f'server_name: "{name}"',
             f"max_payload: {servers.MAX_PAYLOAD_BYTES}",
             f"jetstream {{ store_dir: {json.dumps(str(data))} }}",
+            *options,
         ]
         if len(routes) > 1:
             # clients know all servers from their own settings; what is advertised would go round a proxy

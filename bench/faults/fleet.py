@@ -1,7 +1,6 @@
 """A whole service as separate processes: broker, controller, workers that the controller starts, and ingresses."""
 
 import asyncio
-import contextlib
 import os
 import socket
 import time
@@ -14,13 +13,12 @@ import msgspec
 from msgspec.structs import replace
 
 from controller import registry
-from faults.broker import Broker
+from faults.broker import Broker, formed
 from faults.processes import Child, environment, own, reap_strangers, wait_gone
 from faults.proxy import Proxy
 from headrace.stack import ports, servers
 from shared import lifeline, records, subjects
 from shared.bus import Bus
-from shared.errors import Unavailable
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, Lease, VersionLimits
 from shared.settings import Settings, to_environment
@@ -86,8 +84,8 @@ class Fleet:
     async def __aenter__(self) -> "Fleet":
         lifeline.become_subreaper()
         await self.broker.start()
+        await formed(self.settings)
         self.bus = await Bus.connect(replace(self.settings, publish_timeout_s=30.0), "faults")
-        await self._formed()
         await self.bus.watch(subjects.WORKERS_BUCKET, self._on_lease)
         self.controller.start()
         for number, port in enumerate(self._ports):
@@ -157,15 +155,6 @@ class Fleet:
         for worker, other in list(self.leases.items()):
             if not _lives(other):
                 del self.leases[worker]
-
-    async def _formed(self) -> None:
-        """Wait until the cluster has a leader and holds the streams."""
-        async with asyncio.timeout(40):
-            while True:
-                with contextlib.suppress(Unavailable):
-                    await self.bus.ensure()
-                    return
-                await asyncio.sleep(0.2)
 
     async def ready(self, url: str, budget_s: float = 20.0) -> None:
         deadline = time.monotonic() + budget_s

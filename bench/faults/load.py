@@ -14,7 +14,8 @@ from faults.fleet import MODEL
 
 PAUSE_S = 0.45  # between two tokens: longer is a pause
 STUCK_S = 90.0  # without a token: given up, and a failure of the service
-REFUSED_RETRY_S = 0.05
+RETRY_S = 0.05
+COME_BACK_CODES = {"draining", "bus_unavailable"}  # answers to a client that comes back: it tries again
 
 
 class Pause(msgspec.Struct):
@@ -38,6 +39,7 @@ class Record(msgspec.Struct, kw_only=True):
     pauses: list[Pause] = []
     claims: int = 0
     tokens: int = 0
+    resumes: int = 0  # times that its client came back
 
 
 class Load:
@@ -52,13 +54,15 @@ class Load:
         cancel_share: float = 0.0,
         plain_share: float = 0.2,
         tokens: tuple[int, int] = (20, TOKENS_MAX),
+        come_back: bool = False,
     ) -> None:
+        """`come_back`: clients whose connection breaks go on, by Last-Event-ID or by their idempotency key."""
         self.records: list[Record] = []
         self.open: dict[int, Record] = {}
         self.refused = 0  # connections that were not taken: no request
-        self.tokens_read = 0
         self._seed, self._questions, self._urls = seed, questions, urls
         self._clients, self._cancel_share, self._plain_share, self._tokens = clients, cancel_share, plain_share, tokens
+        self._come_back = come_back
         self._stopping = asyncio.Event()
         self._left, self._cancels_wanted = 0, math.inf
         self._task: asyncio.Task[None] | None = None
@@ -91,18 +95,20 @@ class Load:
             tokens = dice.randint(*self._tokens)
             stream = dice.random() >= self._plain_share
             leave_after = self._leaving(dice, tokens) if dice.random() < self._cancel_share else None
-            ingress = dice.randrange(len(self._urls))
-            record = Record(kind=question.kind, ingress=ingress, begin=time.monotonic(), pauses=[])
+            record = Record(
+                kind=question.kind, ingress=dice.randrange(len(self._urls)), begin=time.monotonic(), pauses=[]
+            )
+            key = f"{dice.getrandbits(128):032x}" if self._come_back else ""
             number = self._asked = self._asked + 1
             self.open[number] = record
             try:
-                await self._ask(session, question, tokens, stream, leave_after, record)
+                await Exchange(session, self._urls, question, tokens, stream, key, record).run(leave_after)
             finally:
                 del self.open[number]
             record.end = time.monotonic()
             if record.outcome == "refused":
                 self.refused += 1
-                await asyncio.sleep(REFUSED_RETRY_S)
+                await asyncio.sleep(RETRY_S)
             else:
                 self.records.append(record)
                 self._left += record.outcome == "cancelled"
@@ -113,64 +119,113 @@ class Load:
         """When a client leaves: seconds after it asked, from at once to a little after the end."""
         return dice.choice((dice.uniform(0, 0.01), dice.uniform(0, 0.2), dice.uniform(0, tokens * 0.022)))
 
-    async def _ask(
+
+class Exchange:
+    """One request and its answer, over as many connections as it takes."""
+
+    def __init__(
         self,
         session: aiohttp.ClientSession,
+        urls: list[str],
         question: Question,
         tokens: int,
         stream: bool,
-        leave_after: float | None,
+        key: str,
         record: Record,
     ) -> None:
-        answer = Answer(question)
-        url = self._urls[record.ingress] + question.route.format(model=MODEL)
-        leaving = False
+        """`key`: an idempotency key, of a client that comes back when its connection breaks; "": it does not."""
+        self._session, self._urls, self._question, self._tokens = session, urls, question, tokens
+        self._stream, self._key, self._record = stream, key, record
+        self._answer = Answer(question)
+        self._event_id = ""  # of the last event
+        self._heard, self._first = record.begin, True
+
+    async def run(self, leave_after: float | None) -> None:
+        """Ask, read to the end or until it is time to leave, and judge."""
+        record = self._record
+        left = False
         try:
             async with asyncio.timeout(leave_after) as patience:
-                async with session.post(url, json=question.body(MODEL, tokens, stream)) as response:
-                    record.rid = response.headers.get("x-request-id", "")
-                    if stream and response.status == 200:
-                        await self._read(response, answer, record)
-                    else:
-                        answer.whole(await response.read())
-        except aiohttp.ClientConnectorError:
-            record.outcome = "refused"
-            return
+                while not await self._connect():
+                    record.resumes += 1
+                    record.ingress = (record.ingress + 1) % len(self._urls)
+                    await asyncio.sleep(RETRY_S)
         except TimeoutError:
-            leaving = patience.expired()
-            if not leaving:
-                record.outcome, record.detail = "stuck", f"no byte for {STUCK_S:g} s"
-                return
-        except (aiohttp.ClientError, ConnectionError) as error:
-            record.outcome, record.detail = "broken", repr(error)[:200]
-        record.claims, record.tokens = answer.claims, answer.pieces
-        self._judge(answer, tokens, stream, leaving, record)
+            left = patience.expired()
+            if not left:
+                record.outcome, record.detail = "stuck", f"no token for {STUCK_S:g} s"
+        if record.outcome not in ("refused", "stuck"):
+            self._judge(left)
+        record.claims, record.tokens = self._answer.claims, self._answer.pieces
 
-    async def _read(self, response: aiohttp.ClientResponse, answer: Answer, record: Record) -> None:
-        before, first = record.begin, True
+    async def _connect(self) -> bool:
+        """One connection; whether the exchange is over."""
+        record, answer = self._record, self._answer
+        try:
+            async with self._request() as response:
+                record.rid = response.headers.get("x-request-id", record.rid)
+                if self._stream and response.status == 200:
+                    await self._read(response)
+                else:
+                    answer.whole(await response.read())
+        except aiohttp.ClientConnectorError as error:
+            if not record.resumes and not self._key:
+                record.outcome = "refused"
+                return True
+            record.detail = repr(error)[:200]
+        except (aiohttp.ClientError, ConnectionError) as error:
+            record.detail = repr(error)[:200]
+        if answer.done:
+            return True
+        if answer.error in COME_BACK_CODES and record.resumes:
+            answer.error = None
+        if not self._key or answer.error is not None:
+            return True
+        if time.monotonic() - self._heard > STUCK_S:
+            raise TimeoutError
+        return False
+
+    def _request(self) -> "aiohttp.client._RequestContextManager":
+        url = self._urls[self._record.ingress]
+        if self._event_id:
+            rid = self._event_id.partition(".")[0]
+            return self._session.get(f"{url}/v1/streams/{rid}", headers={"last-event-id": self._event_id})
+        headers = {"idempotency-key": self._key, "x-resumable": "true"} if self._key else {}
+        body = self._question.body(MODEL, self._tokens, self._stream)
+        return self._session.post(url + self._question.route.format(model=MODEL), json=body, headers=headers)
+
+    async def _read(self, response: aiohttp.ClientResponse) -> None:
+        event_id = ""
         async for line in response.content:
+            if line.startswith(b"id: "):
+                event_id = line[4:].rstrip().decode()
+                continue
             if not line.startswith(b"data: "):
-                if time.monotonic() - before > STUCK_S:
+                if time.monotonic() - self._heard > STUCK_S:
                     raise TimeoutError
                 continue
-            if answer.add(line[6:].rstrip()):
+            fresh = self._answer.add(line[6:].rstrip())
+            if self._key:
+                self._event_id = event_id
+            if fresh:
                 now = time.monotonic()
-                self.tokens_read += 1
-                if now - before > PAUSE_S:
-                    record.pauses.append(Pause(before, now, first))
-                before, first = now, False
+                if now - self._heard > PAUSE_S:
+                    self._record.pauses.append(Pause(self._heard, now, self._first))
+                self._heard, self._first = now, False
 
-    def _judge(self, answer: Answer, tokens: int, stream: bool, leaving: bool, record: Record) -> None:
-        fault = answer.fault_so_far(tokens) if stream else None
+    def _judge(self, left: bool) -> None:
+        answer, record = self._answer, self._record
+        fault = answer.fault_so_far(self._tokens) if self._stream else None
         if fault is not None:
             record.outcome, record.detail = "wrong", fault
         elif answer.error is not None:
             record.outcome = f"failed:{answer.error}"
-        elif answer.done and (fault := answer.fault(tokens)) is not None:
+        elif answer.done and (fault := answer.fault(self._tokens)) is not None:
             record.outcome, record.detail = "wrong", fault
         elif answer.done:
             record.outcome = "completed"
-        elif leaving:
+        elif left:
             record.outcome = "cancelled"
-        elif not record.outcome:
-            record.outcome, record.detail = "broken", "the answer ended without its terminal"
+        else:
+            record.outcome = "broken"
+            record.detail = record.detail or "the answer ended without its terminal"

@@ -13,37 +13,33 @@ class Proxy:
         self._target = target
         self._open = asyncio.Event()
         self._open.set()
-        self._refusing = False
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.Task[None]] = set()
         self.port = 0
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        """Listen; on the same port as before, if there was one."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        await self._end_links()
+        await self.sever()
 
     def stall(self) -> None:
         """A partition: what is sent goes nowhere, and nobody is told."""
         self._open.clear()
 
     async def sever(self) -> None:
-        """A cut that both ends notice."""
-        self._refusing = True
-        await self._end_links()
-
-    def restore(self) -> None:
-        self._refusing = False
-        self._open.set()
-
-    async def _end_links(self) -> None:
+        """A cut that both ends notice; `start` again."""
+        if self._server is not None:
+            self._server.close()
         for link in list(self._links):
             link.cancel()
         await asyncio.gather(*self._links, return_exceptions=True)
+
+    def restore(self) -> None:
+        """The end of a partition."""
+        self._open.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = asyncio.current_task()
@@ -52,8 +48,6 @@ class Proxy:
         upstream: asyncio.StreamWriter | None = None
         try:
             await self._open.wait()
-            if self._refusing:
-                return
             back, upstream = await asyncio.open_connection(*self._target)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pipe(reader, upstream))

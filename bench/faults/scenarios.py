@@ -33,6 +33,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     ingresses: int = 2
     nodes: int = 1
     cancel_share: float = 0.0
+    come_back: bool = False  # clients whose connection breaks go on with their request
     allowed: set[str] = set()
     settle_s: float = 40.0
     settings: dict[str, Any] = {}
@@ -82,7 +83,7 @@ async def _play(
     cancels: int,
     questions: list[corpus.Question],
 ) -> Report:
-    load = Load(seed, questions, fleet.urls, scenario.clients, scenario.cancel_share)
+    load = Load(seed, questions, fleet.urls, scenario.clients, scenario.cancel_share, come_back=scenario.come_back)
     injector = Injector(fleet)
     memory = Memory(fleet)
     report = Report(scenario=scenario.name, seed=seed)
@@ -105,6 +106,8 @@ async def _play(
     dead = (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages
     account(report, load.records, injector.done, held, scenario.allowed, dead)
     report.notes += memory.notes(report)
+    if resumed := sum(record.resumes > 0 for record in load.records):
+        report.notes.append(f"{resumed} clients came back")
     if load.refused:
         report.notes.append(f"{load.refused} connections were refused (no request: tried again)")
     return report

@@ -101,15 +101,22 @@ def text_of(deltas: list[Delta], choice: int = 0) -> str:
 
 @pytest.fixture
 def run_fleet(nats_server: Any, tmp_path: Path) -> Callable[..., None]:
-    """`run_fleet(work, source="sim:zero", **settings)`: run `work(fleet)`; nothing of the fleet outlives it."""
+    """`run_fleet(work, source="sim:zero", engine=..., **settings)`: run `work(fleet)`; nothing of it outlives that."""
 
-    def run(work: Callable[[Fleet], Awaitable[None]], source: str = "sim:zero", **overrides: Any) -> None:
-        settings = Settings(nats_url=nats_server.url, data_dir=str(tmp_path), **overrides)
+    def run(
+        work: Callable[[Fleet], Awaitable[None]],
+        source: str = "sim:zero",
+        engine: records.EngineSettings | None = None,
+        **overrides: Any,
+    ) -> None:
+        settings = Settings(**{"nats_url": nats_server.url, "data_dir": str(tmp_path), **overrides})
 
         async def main() -> None:
             bus = await Bus.connect(settings, "test")
             await bus.ensure()
-            version = records.Version(model="m", version="v", state="available", source=source)
+            version = records.Version(
+                model="m", version="v", state="available", source=source, engine=engine or records.EngineSettings()
+            )
             await bus.kv_put(subjects.MODELS_BUCKET, subjects.key("m", "v"), records.encode(version))
             await bus.ensure_consumer("m", "v", subjects.LANE_FAST)
             fleet = Fleet(settings, tmp_path, bus)

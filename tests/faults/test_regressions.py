@@ -1,0 +1,142 @@
+"""The holes that the model found in the first version of the protocol, each with real processes: none may open again."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shared import subjects
+from shared.errors import HeadraceError, Poisoned
+from shared.records import EngineSettings
+from workers.engine.sim import DEADLY_WORD
+
+from ..workers.conftest import Fleet, read, until
+from .conftest import CONSUMER, FAST, answers, holder_of, stop, wake, workers_of
+
+RunFleet = Callable[..., None]
+
+
+def test_h1_a_kill_with_all_slots_busy_mixes_nothing(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        names = await workers_of(fleet, 2)
+        wanted = await answers([await fleet.submit(f"p {number}", max_tokens=50) for number in range(8)])
+        streams = [await fleet.submit(f"p {number}", max_tokens=50) for number in range(8)]
+        await until(lambda: sum(stream.requester.worker is not None for stream in streams) == 4)
+        victim = await holder_of(fleet, next(stream for stream in streams if stream.requester.worker))
+        moved = [stream for stream in streams if stream.requester.worker == victim]
+        fleet.workers[victim].kill()
+        assert await answers(streams) == wanted
+        assert len(moved) == 2
+        assert [stream.claims for stream in moved] == [2, 2]
+        assert victim in names
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms", engine=EngineSettings(slots=2))
+
+
+def test_h3_a_zombie_that_wakes_under_its_successor_mixes_nothing(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await workers_of(fleet, 1)
+        wanted = await answers([await fleet.submit(f"p {number}", max_tokens=150) for number in range(4)])
+        streams = [await fleet.submit(f"p {number}", max_tokens=150) for number in range(4)]
+        heads = [await stream.next(10) for stream in streams]
+        stop(fleet, "w1")
+        await fleet.active(fleet.spawn())
+        await until(lambda: all(stream.requester.worker == "w2" for stream in streams))
+        wake(fleet, "w1")
+        assert await answers(streams, heads) == wanted
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms", **FAST)
+
+
+def test_h6_a_zombie_generates_nothing_once_it_is_fenced(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await workers_of(fleet, 1)
+        streams = [await fleet.submit(f"p {number}", max_tokens=1000) for number in range(4)]
+        for stream in streams:
+            await stream.next(10)
+        stop(fleet, "w1")
+        await fleet.active(fleet.spawn())
+        await until(lambda: all(stream.requester.worker == "w2" for stream in streams))
+        wake(fleet, "w1")
+        deadline = time.monotonic() + 10
+        while (lease := await fleet.lease("w1")) is None or lease.running or lease.claims or lease.blocks_used:
+            assert time.monotonic() < deadline, f"the zombie still holds {lease}"
+            await asyncio.sleep(0.05)
+        assert not any(stream.ended for stream in streams)
+        successor = await fleet.lease("w2")
+        assert successor is not None
+        assert successor.running == 4
+        for stream in streams:
+            stream.cancel()
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-20ms", **FAST)
+
+
+def test_h8_a_rolling_restart_during_one_long_prefill_is_no_poison(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        names = await workers_of(fleet, 5)
+        prompt = " ".join(f"word{number}" for number in range(2000))  # ten steps of prefill
+        stream = await fleet.submit(prompt, max_tokens=5)
+        visited = []
+        while len(visited) < 4:
+            worker = await holder_of(fleet, stream)
+            visited.append(worker)
+            fleet.workers[worker].terminate()
+            await until(lambda left=worker: stream.requester.worker not in (None, left))
+        assert len(await read(stream)) == 5
+        assert stream.claims == 5
+        assert set(visited) < set(names)
+        assert (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages == 0
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-200ms", engine=EngineSettings(prefill_chunk=200), drain_budget_s=0.1)
+
+
+@pytest.mark.parametrize("step_ms", [30, 0])
+def test_h12c_a_request_that_kills_its_workers_ends_after_four(run_fleet: RunFleet, step_ms: int) -> None:
+    async def work(fleet: Fleet) -> None:
+        await workers_of(fleet, 2)
+        harmless = [await fleet.submit(f"p {number}", max_tokens=400) for number in range(4)]
+        stream = await fleet.submit(f"{DEADLY_WORD} words", max_tokens=10)
+        ending = asyncio.create_task(read(stream))
+
+        async def restart() -> None:  # as the controller would
+            while not ending.done():
+                alive = sum(process.poll() is None for process in fleet.workers.values())
+                if alive < 2:
+                    fleet.spawn()
+                await asyncio.sleep(0.05)
+
+        await asyncio.gather(restart(), asyncio.wait([ending], timeout=40))
+        with pytest.raises(Poisoned):
+            ending.result()
+        dead = sum(process.poll() is not None for process in fleet.workers.values())
+        assert dead == 4
+        await until(lambda: True)
+        assert all(len(each) == 400 for each in await answers(harmless))
+        assert (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages == 1
+        await fleet.idle()
+
+    run_fleet(work, source=f"sim:mortal-{step_ms}ms")
+
+
+def test_h7_a_request_that_nobody_confirms_is_let_go(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await workers_of(fleet, 1)
+        stream = await fleet.submit(max_tokens=8000)
+        await stream.next(10)
+        stop(fleet, "w1")
+        stream.cancel()
+        with pytest.raises(HeadraceError, match="cancelled"):
+            await read(stream)
+        wake(fleet, "w1")
+        await fleet.idle()
+        info = await fleet.bus.consumer_info(subjects.REQ_STREAM, CONSUMER)
+        assert info is not None
+        assert info.num_ack_pending == 0
+
+    run_fleet(work, source="sim:fixed-20ms", **FAST)
