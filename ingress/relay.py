@@ -33,8 +33,12 @@ class Source(Protocol):
     """Where an answer comes from: a `shared.stream.Stream`, or an answer that was kept."""
 
     rid: str
-    usage: wire.Usage | None
-    ended: bool
+
+    @property
+    def usage(self) -> wire.Usage | None: ...
+
+    @property
+    def ended(self) -> bool: ...
 
     @property
     def claims(self) -> int: ...

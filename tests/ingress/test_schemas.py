@@ -320,7 +320,7 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ("completions", {"prompt": [-1]}, "prompt[0]", ">= 0"),
     ("completions", {"prompt": ["a", ""]}, "prompt[1]", "must not be empty"),
     ("completions", {"prompt": ["a", 1]}, "prompt[1]", "do not mix"),
-    ("completions", {"prompt": ["a", [1, "b"]]}, "prompt[1][1]", "do not mix"),
+    ("completions", {"prompt": ["a", [1, "b"]]}, "prompt[1][1]", "got `str`"),
     ("completions", {"logprobs": -1}, "logprobs", ">= 0"),
     ("completions", {"max_tokens": 0}, "max_tokens", "at least 1 without `echo`"),
     ("chat", {"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'"),
