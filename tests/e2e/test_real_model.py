@@ -25,6 +25,21 @@ TRICKY = [
     "Translate to Chinese, Japanese and Korean: good morning, my friend",
     "Write the words café, naïve, Ångström and résumé with combining accents: e\u0301 n\u0303 a\u030a",
 ]
+STEPS = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "steps",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {
+                "steps": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 3, "maxItems": 3}
+            },
+            "required": ["steps"],
+            "additionalProperties": False,
+        },
+    },
+}
 TOPICS = ["rivers", "mills", "turbines", "salt", "trains", "bees", "clouds", "maps"]
 
 
@@ -139,9 +154,11 @@ def test_thirty_two_streams_at_once_equal_each_alone(demo_stack: Stack) -> None:
 def test_streams_survive_a_killed_worker(demo_stack: Stack, demo_model: Path, dtype: str) -> None:
     name = f"killed-{dtype}"
     demo_stack.push(demo_model, name, "--set", f"dtype={dtype}", "--max-replicas", "1")
-    body = greedy(name, "Describe how a water mill grinds grain.", 60, ignore_eos=True)
-    wanted = demo_stack.stream(CHAT, body)
+    question = "Describe how a water mill grinds grain."
+    bodies = [greedy(name, question, 60, ignore_eos=True), greedy(name, question, 200, response_format=STEPS)]
+    wanted_of = [demo_stack.stream(CHAT, body) for body in bodies]
     for round_number in range(KILLS):
+        body, wanted = bodies[round_number % 2], wanted_of[round_number % 2]
         [worker] = demo_stack.workers(name)
         at = 5 + 7 * round_number % 50
 
@@ -151,8 +168,12 @@ def test_streams_survive_a_killed_worker(demo_stack: Stack, demo_model: Path, dt
 
         answer = demo_stack.stream(CHAT, body, kill_in_the_middle)
         assert answer.done
-        assert len(answer.scored) == 60
         assert demo_stack.workers(name)[0]["pid"] != worker["pid"]
+        if body is bodies[0]:
+            assert len(answer.scored) == 60
+        else:
+            assert answer.finish == "stop"
+            assert len(msgspec.json.decode(answer.text)["steps"]) == 3
         if dtype == "float32":
             assert answer.text == wanted.text
         else:
