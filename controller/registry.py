@@ -153,7 +153,7 @@ async def list_routes(bus: Bus) -> dict[str, Route]:
 
 
 async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Route:
-    """Point an alias at a version, or remove it (None).
+    """Point an alias at a version, or remove it (None). The model's plain name goes where `stable` goes.
 
     Raises BadRequest (a name that cannot be an alias), ModelNotFound or VersionNotFound.
     """
@@ -162,6 +162,8 @@ async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Ro
         raise BadRequest(f"the alias {STABLE} cannot be removed, only moved", param="alias")
     if await find_version(bus, model, alias) is not None:
         raise BadRequest(f"{alias} is a version of {model} and cannot be an alias too", param="alias")
+    if await find_route(bus, model) is None:
+        raise ModelNotFound(f"there is no model {model}", param="model")
     if version is not None and await find_version(bus, model, version) is None:
         raise VersionNotFound(f"{model} has no version {version}", param="version")
     key = subjects.key(model)
@@ -172,6 +174,8 @@ async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Ro
         route = records.decode_route(found[0])
         aliases = {name: target for name, target in route.aliases.items() if name != alias}
         route = replace(route, aliases=aliases | ({alias: version} if version else {}))
+        if version is not None and alias == STABLE:
+            route = replace(route, weights=[Weight(version, ALL_TRAFFIC)])
         if await bus.kv_update(subjects.ROUTES_BUCKET, key, records.encode(route), found[1]) is not None:
             return route
     raise Unavailable(f"the route of {model} changed with every try to write it")
@@ -206,8 +210,8 @@ def _check_name(param: str, name: str) -> None:
         subjects.encode_token(name)
     except ValueError as error:
         raise BadRequest(f"{param}: {error}", param=param) from error
-    if "@" in name or name != name.strip():
-        raise BadRequest(f"{param}: {name!r} has an '@' or white space at an end", param=param)
+    if "@" in name or name != name.strip() or not name.isprintable():
+        raise BadRequest(f"{param}: {name!r} has an '@', white space at an end or a control character", param=param)
 
 
 async def read_bucket(bus: Bus, bucket: str) -> list[bytes]:

@@ -51,7 +51,7 @@ def _converse(client: httpx.Client, model: str, sampling: dict[str, Any]) -> Non
 def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], sampling: dict[str, Any]) -> str:
     """Print one answer as it comes; its text. A stream that ends without [DONE] is an error."""
     body: dict[str, Any] = {"model": model, "messages": messages, "stream": True, **sampling}
-    answer = ""
+    answer, told = "", False
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -63,6 +63,9 @@ def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], sa
                     print()
                     return answer
                 if data == line:  # a keepalive comment, or the empty line after an event
+                    if line.startswith(":") and not (answer or told) and sys.stderr.isatty():
+                        told = True
+                        print("(waiting for a worker to start)", file=sys.stderr)
                     continue
                 event = json.loads(data)
                 if "error" in event:

@@ -20,9 +20,20 @@ app = typer.Typer(
 app.add_typer(models.app, name="models")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"headrace {version('headrace')}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and end.")
+    ] = False,
     data: Annotated[
         str | None, typer.Option(metavar="DIR", envvar="HEADRACE_DATA", help="The data directory (default .headrace).")
     ] = None,
@@ -56,14 +67,16 @@ def down(context: typer.Context) -> None:
     """End the local stack."""
     from headrace import up as stack
 
-    stack.down(_globals(context).local_settings())
+    stack.down(_globals(context).data_path(), _globals(context).drain_budget_s())
 
 
 @app.command()
 def status(
     context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
-    """What runs, what waits, what is registered."""
+    """What runs, what waits, what is registered, on the stack of --data."""
+    if _globals(context).url is not None:
+        raise typer.BadParameter("status reads the stack's own NATS, not an ingress", param_hint="--url")
     from headrace import status as view
 
     view.show(_globals(context), as_json)
@@ -74,14 +87,15 @@ def chat(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="MODEL, MODEL@VERSION or MODEL@ALIAS.")],
     message: Annotated[str | None, typer.Option("--message", "-m", help="Ask this one thing and end.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = 0.0,
 ) -> None:
     """Talk to a model in the terminal."""
     from headrace.chat import chat as talk
 
-    given = {"max_tokens": max_tokens, "temperature": temperature}
-    sampling = {name: value for name, value in given.items() if value is not None}
+    if message is not None and not message.strip():
+        raise typer.BadParameter("there is nothing in it to answer", param_hint="--message")
+    sampling = {"max_tokens": max_tokens, "temperature": temperature}
     talk(_globals(context).http_url(), model, message, sampling)
 
 

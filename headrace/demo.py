@@ -52,7 +52,7 @@ async def _push(bus: "Bus", settings: Settings, report: Report) -> None:
 
     settings.data_path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="demo-", dir=settings.data_path) as directory:
-        report(f"first use: unpacking the demo model {MODEL} (about 20 s)")
+        report(f"first use: unpacking the demo model {MODEL} (20 s, more on a busy machine)")
         await asyncio.to_thread(convert, Path(directory))
         report(f"uploading {MODEL}@{VERSION} to the object store")
         await registry.push(bus, ObjectStore(settings), directory, MODEL, VERSION)
@@ -66,6 +66,7 @@ def convert(directory: Path) -> None:
     """
     gguf = gguf_file()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     import transformers
 

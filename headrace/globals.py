@@ -1,11 +1,14 @@
 """The options that every command knows: which stack it is about."""
 
+import os
+from pathlib import Path
+
 import msgspec
 
 from headrace.stack import state
 from headrace.stack.state import StackError
 from shared import settings as settings_module
-from shared.settings import Settings
+from shared.settings import Settings, SettingsError
 
 
 class Globals(msgspec.Struct, frozen=True):
@@ -15,6 +18,17 @@ class Globals(msgspec.Struct, frozen=True):
     def local_settings(self) -> Settings:
         """Settings without a look at what runs."""
         return settings_module.load(data_dir=self.data_dir)
+
+    def data_path(self) -> Path:
+        """The data directory, whatever its settings file says."""
+        return Path(self.data_dir or os.environ.get("HEADRACE_DATA_DIR") or Settings().data_dir).absolute()
+
+    def drain_budget_s(self) -> float:
+        """That of the settings, or the default where they cannot be read: a stack must end all the same."""
+        try:
+            return self.local_settings().drain_budget_s
+        except SettingsError:
+            return Settings().drain_budget_s
 
     def settings(self) -> Settings:
         """Settings that reach the running stack, or the servers that were named by hand. Raises StackError."""

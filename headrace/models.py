@@ -40,7 +40,8 @@ def push(
     try:
         engine = msgspec.convert(_pairs(set_ or []), EngineSettings, strict=False)
     except msgspec.ValidationError as error:
-        raise typer.BadParameter(str(error), param_hint="--set") from error
+        names = ", ".join(EngineSettings.__struct_fields__)
+        raise typer.BadParameter(f"{error}; the settings are {names}", param_hint="--set") from error
     limits = VersionLimits(min_replicas=min_replicas, max_replicas=max_replicas, idle_seconds=idle_seconds)
     push_version(
         _globals(context).settings(), source, name, version, engine, limits, AVAILABLE_BUDGET_S if wait else 0.0
@@ -67,7 +68,7 @@ def alias(
     version: Annotated[str | None, typer.Argument()] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
 ) -> None:
-    """Point an alias at a version, so that MODEL@ALIAS is that version."""
+    """Point an alias at a version, so that MODEL@ALIAS is that version. The plain MODEL is the alias `stable`."""
     from controller import registry
 
     if (version is None) != delete:

@@ -15,6 +15,8 @@ from shared.bus import Bus
 from shared.records import Route, Version
 from shared.settings import Settings
 
+REASON_CHARACTERS_MAX = 100
+
 
 class QueueStatus(msgspec.Struct):
     pending: int  # stored, and no worker has it
@@ -124,7 +126,7 @@ def show(context: Globals, as_json: bool) -> None:
                 worker.id,
                 str(worker.pid),
                 f"{worker.model}@{worker.version}",
-                f"{worker.state} {worker.reason}".strip(),
+                f"{worker.state} {_short(worker.reason)}".strip(),
                 f"{worker.running}/{worker.slots}",
                 str(worker.claims),
                 f"{worker.blocks_used}/{worker.blocks_total}",
@@ -145,7 +147,7 @@ def models_table(models: list[ModelStatus]) -> Table:
             f"{model.traffic_pct:g}%",
             " ".join(model.aliases),
             model.source,
-            model.reason,
+            _short(model.reason),
         )
     return table
 
@@ -160,3 +162,9 @@ async def _queue(bus: Bus, versions: list[Version]) -> QueueStatus:
     claimed = sum(consumer.num_ack_pending for consumer in consumers if consumer is not None)
     stored = (await bus.stream_info(subjects.REQ_STREAM)).messages
     return QueueStatus(pending=max(0, stored - claimed), claimed=claimed)
+
+
+def _short(reason: str) -> str:
+    """The first line of a reason, as much as a table has room for; `models show --json` has all of it."""
+    line = reason.strip().split("\n")[0]
+    return line if len(line) <= REASON_CHARACTERS_MAX else line[: REASON_CHARACTERS_MAX - 1] + "…"

@@ -1,6 +1,7 @@
 """`headrace up` and `headrace down`: a stack in this terminal or in the background, and its end."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -86,9 +87,8 @@ def background(data: Path, port: int | None, with_demo: bool) -> None:
     raise StackError(f"the supervisor ended with status {child.wait()}; the end of {log}:\n{tail(log)}")
 
 
-def down(settings: Settings) -> None:
+def down(data: Path, drain_budget_s: float) -> None:
     """End the stack of a data directory, and wait until nothing of it is left. Raises StackError if something is."""
-    data = settings.data_path
     pid = state.holder(data)
     found = state.read(data)
     if pid is None:
@@ -96,7 +96,7 @@ def down(settings: Settings) -> None:
         return
     say(f"ending the stack on {data} (pid {pid})")
     os.kill(pid, signal.SIGTERM)
-    budget_s = 2 * settings.drain_budget_s + DOWN_MARGIN_S
+    budget_s = 2 * drain_budget_s + DOWN_MARGIN_S
     if not _released(data, budget_s):
         say(f"it did not end within {budget_s:.0f} s: killing it")
         os.kill(pid, signal.SIGKILL)
@@ -125,7 +125,7 @@ def banner(data: Path, http: str, with_demo: bool) -> str:
     if with_demo:
         lines += [
             f"  curl -N {http}/v1/chat/completions -H 'content-type: application/json' -d '",
-            f'    {{"model": "{demo.MODEL}", "stream": true,',
+            f'    {{"model": "{demo.MODEL}", "stream": true, "temperature": 0,',
             '     "messages": [{"role": "user", "content": "What is the capital of France?"}]}\'',
             "",
             f"  {command} chat {demo.MODEL}",
@@ -144,7 +144,7 @@ def _command(data: Path) -> str:
     beside = Path(sys.executable).parent / "headrace"
     on_path = shutil.which("headrace")
     command = "headrace" if on_path and Path(on_path).resolve() == beside.resolve() else os.path.relpath(beside)
-    return command if data == Settings().data_path else f"{command} --data {data}"
+    return command if data == Settings().data_path else f"{command} --data {shlex.quote(str(data))}"
 
 
 def _released(data: Path, within_s: float) -> bool:

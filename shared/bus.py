@@ -8,7 +8,9 @@ again, and a round trip every few seconds finds a connection that only looks ali
 import asyncio
 import contextlib
 import logging
+import math
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
@@ -22,7 +24,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from shared.errors import QueueFull, TooLarge, Unavailable
 from shared.keyvalue import KeyValue
 from shared.settings import Settings
-from shared.wire import HEADER_MSG_ID
+from shared.wire import HEADER_MSG_ID, Malformed
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +33,14 @@ PROBE_TIMEOUT_S = 3
 PAYLOAD_MARGIN_BYTES = 64 * 1024  # what is kept free of the server's max_payload for headers and growth
 PENDING_BYTES_MAX = 8 << 20  # publishes kept while the connection is away
 SUBSCRIPTION_MESSAGES_MAX = 1 << 19
+MALFORMED_TOLD_EVERY_S = 1.0
 STATUS = "Status"
 NO_RESPONDERS = "503"
 STORE_FAILED = 10077  # a limit of the stream, or the disk's
 
 Headers = Mapping[str, str]
+
+_is_subject = re.compile(r"[!-~]{1,2048}").fullmatch
 
 
 class Message(msgspec.Struct, gc=False):
@@ -58,6 +63,18 @@ class PubAck(msgspec.Struct):
 
 
 _decode_pub_ack = msgspec.json.Decoder(PubAck).decode
+
+
+class _Client(Client):
+    """nats-py's client, whose read loop would end with a header that is not UTF-8."""
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            found: dict[str, str] | None = await super()._process_headers(headers)
+        except (UnicodeDecodeError, IndexError) as error:
+            log.warning("a message with headers that cannot be read: %s", error)
+            return None
+        return found
 
 
 class Subscription:
@@ -88,6 +105,8 @@ class Subscription:
         status = headers.get(STATUS, "") if not raw.data else ""
         try:
             self._callback(Message(raw.subject, raw.reply, raw.data, headers, status))
+        except Malformed as error:
+            self._bus.note_malformed(raw.subject, error)
         except Exception:
             log.exception("a message on %s was not handled", self._subject)
 
@@ -100,8 +119,10 @@ class Bus(KeyValue):
         self.name = name
         self.inbox = f"_INBOX.{name.replace('.', '-')}.{os.urandom(9).hex()}"
         self.reconnects = 0
+        self.malformed = 0  # messages that were none of the wire
+        self._malformed_told_at = -math.inf
         self.dropped = 0  # core publishes refused because the connection was away for too long
-        self._client = Client()
+        self._client = _Client()
         self._subscriptions: dict[int, Subscription] = {}
         self._on_reconnect: list[Callable[[], Awaitable[None] | None]] = []
         self._acks: dict[str, asyncio.Future[Message]] = {}
@@ -153,7 +174,7 @@ class Bus(KeyValue):
 
     async def _open(self) -> None:
         while True:
-            client = Client()
+            client = _Client()
             try:
                 await client.connect(
                     servers=self.settings.nats_url.split(","),
@@ -198,7 +219,8 @@ class Bus(KeyValue):
                     await client.force_reconnect()
 
     async def _error(self, error: Exception) -> None:
-        log.warning("NATS: %r", error)
+        # while it is away, every try to connect again says so
+        log.log(logging.WARNING if self._client.is_connected else logging.DEBUG, "NATS: %r", error)
 
     async def _disconnected(self) -> None:
         if not self._closing:
@@ -243,11 +265,22 @@ class Bus(KeyValue):
     def forget(self, subscription: Subscription) -> None:
         self._subscriptions.pop(id(subscription), None)
 
+    def note_malformed(self, subject: str, error: Malformed) -> None:
+        """A message of somebody else, or damaged: counted, and told at most once a second."""
+        self.malformed += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._malformed_told_at >= MALFORMED_TOLD_EVERY_S:
+            self._malformed_told_at = now
+            log.warning("%d messages so far were none of ours; the last, on %s: %s", self.malformed, subject, error)
+
     async def publish(self, subject: str, data: bytes = b"", reply: str = "", headers: Headers | None = None) -> bool:
         """Core publish, at most once. False: dropped, since the connection is away and its buffer is full.
 
-        Raises TooLarge when payload and headers together are over the server's limit.
+        Raises TooLarge when payload and headers together are over the server's limit, and ValueError for a subject that
+        could not be told from the rest of the protocol's line: the server would close the connection.
         """
+        if not _is_subject(subject) or (reply and not _is_subject(reply)):
+            raise ValueError(f"not a subject: {subject[:80]!r}, or its reply {reply[:80]!r}")
         size = len(data) + (64 + sum(len(key) + len(value) + 4 for key, value in headers.items()) if headers else 0)
         if size > self._client.max_payload > 0:
             raise TooLarge(f"a message of {size} bytes is over the bus's limit of {self._client.max_payload} bytes")

@@ -131,10 +131,16 @@ def given(environ: Mapping[str, str] = os.environ, **overrides: object) -> dict[
 
 def load(environ: Mapping[str, str] = os.environ, **overrides: object) -> Settings:
     """The settings of this process. `overrides` (from the command line) come last; None means not given."""
+    source = "from headrace.toml, the environment or the command line"
     try:
-        return msgspec.convert(given(environ, **overrides), Settings, strict=False)
+        settings = msgspec.convert(given(environ, **overrides), Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{error} (from headrace.toml, the environment or the command line)") from error
+        raise SettingsError(f"{error} ({source})") from error
+    for name in Settings.__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, int | float) and not value >= 0:
+            raise SettingsError(f"{name} must not be below 0, and is {value} ({source})")
+    return settings
 
 
 def to_environment(settings: Settings) -> dict[str, str]:

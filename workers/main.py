@@ -9,9 +9,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -21,13 +22,15 @@ from shared.errors import Cancelled, HeadraceError, VersionNotFound
 from shared.log import configure_logging
 from shared.records import Lease, Version
 from shared.settings import Settings, load
-from workers.engine.load import LoadRefused, load_engine
+from workers.engine.load import SIMULATED, LoadRefused, import_engine, load_engine
 from workers.engine.request import Engine
 from workers.leases import LeaseKeeper
 from workers.metrics import WorkerMetrics
 from workers.server import WorkerServer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EXIT_FAILED = 3  # could not start; the lease says why
 EXIT_HUNG = 4  # the engine finished no step within step_ms_max
@@ -112,23 +115,27 @@ class Worker:
         return records.decode_version(found[0])
 
     def _load(self, version: Version) -> Engine:
-        """Blocking: imports, fetch, load. Imports and fetch are the long poles, so nothing waits for nothing here."""
-        begin = time.monotonic()
+        """Blocking: the engine's imports beside the fetch of the weights, then the load."""
         directory: Path | None = None
-        if not version.source.startswith("sim:"):
-            import transformers  # noqa: F401  # part of the imports phase, not of the load
+        with ThreadPoolExecutor(1, "imports") as pool:
+            importing = pool.submit(self._timed, "imports", lambda: import_engine(version.source))
+            if not version.source.startswith(SIMULATED):
+                directory = self._timed("fetch", lambda: self._fetch(version))
+            importing.result()
+        threads = self._settings.torch_threads
+        return self._timed("load", lambda: load_engine(version.source, directory, version.engine, threads))
 
-            self._phase("imports", time.monotonic() - begin)
-            begin = time.monotonic()
-            from shared.objects import ObjectStore
-            from workers.weights import fetch
+    def _fetch(self, version: Version) -> Path:
+        from shared.objects import ObjectStore
+        from workers.weights import fetch
 
-            directory = fetch(version, ObjectStore(self._settings), self._settings)
-            self._phase("fetch", time.monotonic() - begin)
-            begin = time.monotonic()
-        engine = load_engine(version.source, directory, version.engine, self._settings.torch_threads)
-        self._phase("load", time.monotonic() - begin)
-        return engine
+        return fetch(version, ObjectStore(self._settings), self._settings)
+
+    def _timed(self, phase: str, work: Callable[[], T]) -> T:
+        begin = time.monotonic()
+        result = work()
+        self._phase(phase, time.monotonic() - begin)
+        return result
 
     async def _until_stopped(self, loading: Coroutine[Any, Any, Engine]) -> Engine:
         task = asyncio.create_task(loading)

@@ -24,6 +24,7 @@ def test_settings_travel_to_a_child_by_its_environment() -> None:
     [
         ({"HEADRACE_HTTP_PORT": "eighty"}, "", "http_port"),
         ({}, "no_such_setting = 1\n", "no_such_setting"),
+        ({"HEADRACE_IDLE_SECONDS": "-5"}, "", "idle_seconds"),
         ({}, "http_port = [\n", "headrace.toml"),
     ],
 )
