@@ -459,8 +459,10 @@ class Requester:
 
     def _build_attach(self) -> Attach:
         if self._known is None:
-            return Attach(self.rid, self.sid, self.reply, [list(choice.ids) for choice in self._choices])
-        return Attach(self.rid, self.sid, self.reply, None, self._known.next, self._known.digest)
+            ids = [list(choice.ids) for choice in self._choices]
+            return Attach(self.rid, self.sid, self.reply, ids, deaths=len(self._dead))
+        known = self._known
+        return Attach(self.rid, self.sid, self.reply, None, known.next, known.digest, len(self._dead))
 
     def _attach(self, now: float, actions: list[Action]) -> None:
         self.sid = new_id()

@@ -191,6 +191,7 @@ class Attach(msgspec.Struct, tag="t", array_like=True):
 
     `ids` (per choice) is all that the requester has. A requester that only knows a position (Last-Event-ID) gives
     `next` and `digest` (per choice) instead, leaves `ids` None, and is sent everything of a generation that meets them.
+    `deaths`: workers that died with the request since its last token.
     """
 
     rid: str
@@ -199,6 +200,7 @@ class Attach(msgspec.Struct, tag="t", array_like=True):
     ids: list[list[int]] | None
     next: list[int] | None = None
     digest: list[str] | None = None
+    deaths: int = 0
 
 
 class Release(msgspec.Struct, tag="r", array_like=True, gc=False):

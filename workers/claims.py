@@ -30,6 +30,7 @@ from shared.wire import (
 )
 from workers.engine.request import TokenEvent
 from workers.history import History, Match, positions_of
+from workers.trials import Trials
 
 _TRUSTED = subjects.frame_address(subjects.INGRESS_OWNER, "")
 
@@ -174,6 +175,7 @@ class ClaimTable:
         self._runs: dict[str, _Claim] = {}
         self._kept: dict[str, tuple[_Claim, float]] = {}  # ACKED, oldest first, with the time to forget it
         self._kept_tokens = 0
+        self._trials = Trials()
 
     # -- queries -------------------------------------------------------------------------------------------------------
 
@@ -300,6 +302,8 @@ class ClaimTable:
                 self._fail(claim, WireError(*event.error), now, actions)
                 continue
             index = claim.history.append(event)
+            if event.ids:
+                self._trials.over(claim.rid)
             for reply, subscriber in list(claim.subscribers.items()):
                 if subscriber.awaiting is not None:
                     self._settle(claim, reply, subscriber, subscriber.awaiting, now, actions)
@@ -321,6 +325,7 @@ class ClaimTable:
                 actions.append(Send(reply, frame))
             if not claim.history.unfinished:
                 self._run_over(claim, now)
+        self._next_trial(now, actions)
         return actions
 
     def failed(self, run: str, error: WireError, now: float) -> list[Action]:
@@ -350,6 +355,7 @@ class ClaimTable:
                 if claim.calling:
                     self._accept(claim, actions)
                 self._terminals(claim, actions)
+        self._next_trial(now, actions)
         while self._kept:
             rid, (_, until) = next(iter(self._kept.items()))  # the oldest
             if now < until:
@@ -410,12 +416,24 @@ class ClaimTable:
 
     def _attach_unstarted(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
         if attach.ids is not None:
-            self._restart(claim, attach.ids, attach, now, actions)
+            prefix = attach.ids
         elif claim.lost or attach.reply == claim.delivery.reply:
             # Whoever had the ids is gone: generate anew, and serve it only if that meets the digest.
-            self._restart(claim, [[] for _ in positions_of(attach)], attach, now, actions)
+            prefix = [[] for _ in positions_of(attach)]
         else:
             actions.append(Send(attach.reply, Wait(claim.rid, claim.id, attach.sid)))
+            return
+        if self._trials.may_start(attach):
+            self._restart(claim, prefix, attach, now, actions)
+            self._trials.started(attach)
+        else:
+            actions.append(Send(attach.reply, Wait(claim.rid, claim.id, attach.sid)))
+
+    def _next_trial(self, now: float, actions: list[Action]) -> None:
+        while (attach := self._trials.next()) is not None:
+            claim = self._claims.get(attach.rid)
+            if claim is not None and claim.history is None and claim.error is None:
+                self._attach_unstarted(claim, attach, now, actions)
 
     def _restart(
         self, claim: _Claim, prefix: list[list[int]], attach: Attach, now: float, actions: list[Action]
@@ -485,6 +503,7 @@ class ClaimTable:
         actions.append(Start(claim.run, claim.delivery.request, claim.delivery.tenant, prefix))
 
     def _stop_run(self, claim: _Claim, actions: list[Action]) -> None:
+        self._trials.forget(claim.rid)
         if claim.run:
             del self._runs[claim.run]
             actions.append(Abort(claim.run))
@@ -492,6 +511,7 @@ class ClaimTable:
 
     def _run_over(self, claim: _Claim, now: float) -> None:
         self._runs.pop(claim.run, None)
+        self._trials.forget(claim.rid)
         claim.run = ""
         claim.ended = True
         self.holding -= 1

@@ -96,11 +96,11 @@ def test_h8_a_rolling_restart_during_one_long_prefill_is_no_poison(run_fleet: Ru
     run_fleet(work, source="sim:fixed-200ms", engine=EngineSettings(prefill_chunk=200), drain_budget_s=0.1)
 
 
-@pytest.mark.parametrize("step_ms", [30, 0])
-def test_h12c_a_request_that_kills_its_workers_ends_after_four(run_fleet: RunFleet, step_ms: int) -> None:
+@pytest.mark.parametrize("step_ms", [20, 0])
+def test_h12c_a_request_that_kills_its_workers_ends_alone(run_fleet: RunFleet, step_ms: int) -> None:
     async def work(fleet: Fleet) -> None:
         await workers_of(fleet, 2)
-        harmless = [await fleet.submit(f"p {number}", max_tokens=400) for number in range(4)]
+        harmless = [await fleet.submit(f"p {number}", max_tokens=300) for number in range(6)]
         stream = await fleet.submit(f"{DEADLY_WORD} words", max_tokens=10)
         ending = asyncio.create_task(read(stream))
 
@@ -115,9 +115,9 @@ def test_h12c_a_request_that_kills_its_workers_ends_after_four(run_fleet: RunFle
         with pytest.raises(Poisoned):
             ending.result()
         dead = sum(process.poll() is not None for process in fleet.workers.values())
-        assert dead == 4
-        await until(lambda: True)
-        assert all(len(each) == 400 for each in await answers(harmless))
+        assert dead in (4, 5)  # one more, if the first died before it had granted the attach
+        # those that were in the same batches are innocent
+        assert all(len(each) == 300 for each in await answers(harmless))
         assert (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages == 1
         await fleet.idle()
 

@@ -543,9 +543,11 @@ def test_a_token_takes_the_suspicion_away() -> None:
     asks.published(5, 0.0)
     for number in (1, 2, 3):
         fail_worker(asks, f"w{number}", f"c{number}", float(number))
+    assert only(SendAttach, asks.accepted("w4", accepted("c4"), 4.0)).attach.deaths == 3
     grant(asks, "w4", "c4", 4.0)
     asks.frame("w4", frame(asks, "c4", 0, [1]), 4.1)
     assert none(End, asks.no_responders("w4", 4.2))
+    assert only(SendAttach, asks.accepted("w5", accepted("c5"), 5.0)).attach.deaths == 1
 
 
 def test_h12a_a_late_accepted_of_a_dead_worker_counts_it_once() -> None:

@@ -37,8 +37,8 @@ def table(**limits: Any) -> ClaimTable:
     return ClaimTable("w1", ClaimLimits(**limits))
 
 
-def delivery(seq: int = 5, choices: int = 1, logprobs: int | None = None, **more: Any) -> Delivery:
-    request = Request("rid", "m", "v1", Input(prompt="p"), Sampling(n=choices, logprobs=logprobs))
+def delivery(seq: int = 5, choices: int = 1, logprobs: int | None = None, rid: str = "rid", **more: Any) -> Delivery:
+    request = Request(rid, "m", "v1", Input(prompt="p"), Sampling(n=choices, logprobs=logprobs))
     more = {"handle": f"ack.{seq}", "reply": HOME, "queued_ms": 3, **more}
     return Delivery(request=request, tenant="t", seq=seq, **more)
 
@@ -653,3 +653,52 @@ def test_what_has_finished_is_not_cancelled() -> None:
     assert claims.cancel(about(), 0.1) == (FINISHED, [])
     claims.release(release(), 0.2)
     assert claims.cancel(about(), 0.3) == (FINISHED, [])
+
+
+# -- suspects ----------------------------------------------------------------------------------------------------------
+
+
+def suspect(rid: str, deaths: int = 2, sid: str = "s") -> Attach:
+    return Attach(rid, sid, HOME, [[]], deaths=deaths)
+
+
+def holding(*rids: str) -> ClaimTable:
+    claims = table()
+    for number, rid in enumerate(rids):
+        claims.message(delivery(rid=rid, seq=number, handle=f"ack.{number}", deliveries=3), 0.0)
+    return claims
+
+
+def test_suspects_are_tried_one_at_a_time() -> None:
+    claims = holding("a", "b", "c", "d")
+    first = claims.attach(suspect("a"), False, 0.0)
+    assert (len(items(Ok, first)), only(Start, first).request.rid) == (1, "a")
+    assert [item.rid for item in items(Wait, claims.attach(suspect("b"), False, 0.0))] == ["b"]
+    assert [item.rid for item in items(Wait, claims.attach(suspect("c", 3), False, 0.0))] == ["c"]
+    assert only(Start, claims.attach(suspect("d", 1), False, 0.0)).request.rid == "d"  # no suspect: waits for nobody
+    run = only(Start, first).run
+    second = claims.tokens([TokenEvent(key=run, choice=0, ids=[1], text=["<1>"])], 0.1)
+    assert only(Start, second).request.rid == "b"
+    assert [item.rid for item in items(Ok, second)] == ["b"]
+    assert items(Wait, claims.attach(suspect("c", 3, "again"), False, 0.2))
+    third = claims.release(Release("b", "s", HOME, True), 0.3) + claims.tick(0.4)
+    assert [action.request.rid for action in third if isinstance(action, Start)] == ["c"]
+    assert items(Ok, third)[0].sid == "again"
+
+
+def test_a_suspect_that_ends_without_a_token_makes_room() -> None:
+    claims = holding("a", "b")
+    run = only(Start, claims.attach(suspect("a"), False, 0.0)).run
+    claims.attach(suspect("b"), False, 0.0)
+    claims.failed(run, WireError("engine_failed", "no"), 0.1)
+    assert only(Start, claims.tick(0.2)).request.rid == "b"
+
+
+def test_a_suspect_that_left_the_line_gets_no_turn() -> None:
+    claims = holding("a", "b", "c")
+    run = only(Start, claims.attach(suspect("a"), False, 0.0)).run
+    claims.attach(suspect("b"), False, 0.0)
+    claims.attach(suspect("c"), False, 0.0)
+    claims.release(Release("b", "s", HOME, True), 0.1)
+    actions = claims.tokens([TokenEvent(key=run, choice=0, ids=[1], text=["<1>"])], 0.2)
+    assert only(Start, actions).request.rid == "c"
