@@ -181,7 +181,7 @@ def test_aliases_move_and_never_shadow_a_version(bench: Bench) -> None:
 
     assert alias("beta", "v2") == {"stable": "v1", "beta": "v2"}
     assert alias("stable", "v2") == {"stable": "v2", "beta": "v2"}
-    moved = bench.run(lambda bus: registry.find_route(bus, model))
+    moved = bench.run(lambda bus: registry.find_route(bus, bench.model))
     assert moved.weights == [Weight("v2", 10_000)]  # the plain name goes with it
     assert alias("beta", None) == {"stable": "v2"}
     with pytest.raises(BadRequest, match="v1 is a version"):
