@@ -121,7 +121,7 @@ class Bus(KeyValue):
         self.reconnects = 0
         self.malformed = 0  # messages that were none of the wire
         self._malformed_told_at = -math.inf
-        self.dropped = 0  # core publishes refused because the connection was away for too long
+        self.dropped = 0  # core publishes that could not be sent
         self._client = _Client()
         self._subscriptions: dict[int, Subscription] = {}
         self._on_reconnect: list[Callable[[], Awaitable[None] | None]] = []
@@ -276,11 +276,13 @@ class Bus(KeyValue):
     async def publish(self, subject: str, data: bytes = b"", reply: str = "", headers: Headers | None = None) -> bool:
         """Core publish, at most once. False: dropped, since the connection is away and its buffer is full.
 
-        Raises TooLarge when payload and headers together are over the server's limit, and ValueError for a subject that
-        could not be told from the rest of the protocol's line: the server would close the connection.
+        So is what is addressed to something that is no subject, since the server would close the connection.
+        Raises TooLarge when payload and headers together are over the server's limit.
         """
         if not _is_subject(subject) or (reply and not _is_subject(reply)):
-            raise ValueError(f"not a subject: {subject[:80]!r}, or its reply {reply[:80]!r}")
+            log.error("not a subject: %.80r, or its reply %.80r", subject, reply)
+            self.dropped += 1
+            return False
         size = len(data) + (64 + sum(len(key) + len(value) + 4 for key, value in headers.items()) if headers else 0)
         if size > self._client.max_payload > 0:
             raise TooLarge(f"a message of {size} bytes is over the bus's limit of {self._client.max_payload} bytes")

@@ -172,8 +172,10 @@ class Watch:
         self._heard = asyncio.get_running_loop().time()
         if message.status:
             return
-        self._callback(
-            message.subject.removeprefix(self._prefix), None if OPERATION in message.headers else message.data
-        )
-        if message.reply.endswith(".0"):  # nothing pending after it
-            self._ready.set()
+        try:
+            self._callback(
+                message.subject.removeprefix(self._prefix), None if OPERATION in message.headers else message.data
+            )
+        finally:
+            if message.reply.endswith(".0"):  # nothing pending after it
+                self._ready.set()

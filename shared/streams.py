@@ -52,8 +52,13 @@ class Delivery(msgspec.Struct):
 
 
 def delivery_of(ack_subject: str) -> Delivery:
-    """Parse `$JS.ACK[.<domain>.<account>].<stream>.<consumer>.<delivered>.<sseq>.<cseq>.<time>.<pending>`."""
+    """Parse `$JS.ACK[.<domain>.<account>].<stream>.<consumer>.<delivered>.<sseq>.<cseq>.<time>.<pending>`.
+
+    Raises ValueError.
+    """
     tokens = ack_subject.split(".")
+    if len(tokens) < 9:
+        raise ValueError(f"not an ack subject: {ack_subject[:80]!r}")
     offset = 4 if len(tokens) == 9 else 6
     return Delivery(int(tokens[offset + 1]), int(tokens[offset]), int(tokens[offset + 3]) // 1_000_000)
 

@@ -84,6 +84,12 @@ def dead_letter(model: str, version: str, tenant: str) -> str:
     return f"dlq.{encode_token(model)}.{encode_token(version)}.{encode_token(tenant)}"
 
 
+def dead_letter_of(request_subject: str) -> str:
+    """Where what came on a request's subject is kept when it is no request: the same tokens, whatever they are."""
+    _, model, version, *_, tenant = request_subject.split(".")
+    return f"dlq.{model}.{version}.{tenant}"
+
+
 def frame_address(owner: str, client: str) -> str:
     """Where a requester process listens for accepted, frames and answers: `tok.<owner>.<client>`."""
     return f"tok.{encode_token(owner)}.{client}"

@@ -8,9 +8,10 @@ release). Both are batches: one message per step or wake-up and address, whateve
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 Item = TypeVar("Item")
 
@@ -25,6 +26,22 @@ HEADER_RESUME = "Hr-Resume"  # "1" on a re-publish
 HEADER_REASON = "Hr-Reason"  # why a request is in the DLQ
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_TTL = "Nats-TTL"  # whole seconds
+
+
+CHOICES_MAX = 128
+
+# What senders say of themselves ends up in subjects, in acks and in `digest`, which has four bytes for an id.
+Token = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Count = Annotated[int, Meta(ge=0)]
+Rid = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+WorkerId = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+ADDRESS = r"\Atok\.[A-Za-z0-9_=-]{1,384}\.[A-Za-z0-9_-]{1,64}\Z"
+Address = Annotated[str, Meta(pattern=ADDRESS)]
+AckSubject = Annotated[str, Meta(pattern=r"\A(\$JS\.ACK\.[!-~]{1,1024})?\Z")]
+
+
+class Malformed(msgspec.DecodeError):
+    """Bytes that are no message of this wire: somebody else's, of another version, or damaged."""
 
 
 def new_id() -> str:
@@ -54,7 +71,7 @@ class Sampling(msgspec.Struct, omit_defaults=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     seed: int = 0  # 64 bits, unsigned
-    n: int = 1  # choices
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] = 1  # choices
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -85,7 +102,7 @@ class Input(msgspec.Struct, omit_defaults=True):
 class Request(msgspec.Struct, omit_defaults=True):
     """The body of a message in REQ. `model` and `version` are resolved: no alias, no pin."""
 
-    rid: str
+    rid: Rid
     model: str
     version: str
     input: Input
@@ -131,8 +148,8 @@ class Accepted(msgspec.Struct, tag="a", array_like=True, gc=False):
 
     rid: str
     claim: str
-    seq: int  # of the message in REQ
-    ack: str  # its ack subject; only for owners that are trusted
+    seq: Count  # of the message in REQ
+    ack: AckSubject  # its ack subject; only for owners that are trusted
     queued_ms: int
 
 
@@ -142,9 +159,9 @@ class Frame(msgspec.Struct, tag="f", array_like=True):
     rid: str
     claim: str
     sid: str
-    choice: int
-    index: int
-    ids: list[int]
+    choice: Count
+    index: Count
+    ids: list[Token]
     text: list[str]
     logprobs: list[Logprob] | None = None  # one for each of `ids`
     finish: str | None = None  # "stop" | "length": this choice is complete
@@ -158,8 +175,8 @@ class Ok(msgspec.Struct, tag="o", array_like=True):
     rid: str
     claim: str
     sid: str
-    seq: int
-    ack: str
+    seq: Count
+    ack: AckSubject
     remaining_ms: int  # of the generation deadline
 
 
@@ -179,7 +196,7 @@ class No(msgspec.Struct, tag="n", array_like=True, gc=False):
 
 
 class FromWorker(msgspec.Struct, array_like=True):
-    worker: str
+    worker: WorkerId
     items: list[Accepted | Frame | Ok | Wait | No]
 
 
@@ -196,9 +213,9 @@ class Attach(msgspec.Struct, tag="t", array_like=True):
 
     rid: str
     sid: str
-    reply: str
-    ids: list[list[int]] | None
-    next: list[int] | None = None
+    reply: Address
+    ids: list[list[Token]] | None
+    next: list[Count] | None = None
     digest: list[str] | None = None
     deaths: int = 0
 
@@ -208,7 +225,7 @@ class Release(msgspec.Struct, tag="r", array_like=True, gc=False):
 
     rid: str
     sid: str
-    reply: str
+    reply: Address
     done: bool
 
 
@@ -236,20 +253,34 @@ class Found(msgspec.Struct, array_like=True):
 CANCELLED, FINISHED = b"cancelled", b"finished"  # answers to a cancel
 
 
+def _decoder(decode: Callable[[bytes], Item]) -> Callable[[bytes], Item]:
+    """`decode`, with Malformed for everything that it can raise."""
+
+    def checked(data: bytes) -> Item:
+        try:
+            return decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Malformed(str(error)) from None
+        except RecursionError:
+            raise Malformed("it is nested too deeply") from None
+
+    return checked
+
+
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
-decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_request_msgpack = msgspec.msgpack.Decoder(Request).decode
-decode_about = msgspec.msgpack.Decoder(About).decode
-decode_found = msgspec.msgpack.Decoder(Found).decode
-decode_request_json = msgspec.json.Decoder(Request).decode
+decode_from_worker = _decoder(msgspec.msgpack.Decoder(FromWorker).decode)
+decode_to_worker = _decoder(msgspec.msgpack.Decoder(ToWorker).decode)
+decode_about = _decoder(msgspec.msgpack.Decoder(About).decode)
+decode_found = _decoder(msgspec.msgpack.Decoder(Found).decode)
+_decode_request_msgpack = _decoder(msgspec.msgpack.Decoder(Request).decode)
+_decode_request_json = _decoder(msgspec.json.Decoder(Request).decode)
 
 
 def decode_request(data: bytes, headers: Mapping[str, str]) -> Request:
-    """The body of a message in REQ or in the DLQ. Raises DecodeError or ValidationError."""
+    """The body of a message in REQ or in the DLQ. Raises Malformed."""
     as_json = headers.get("Content-Type", "").startswith("application/json")
-    return (decode_request_json if as_json else decode_request_msgpack)(data)
+    return (_decode_request_json if as_json else _decode_request_msgpack)(data)
 
 
 def encode_batches(batch: Callable[[list[Item]], Any], items: list[Item], bytes_max: int) -> Iterator[bytes]:

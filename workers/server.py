@@ -3,20 +3,20 @@
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-
 from shared import subjects, wire
 from shared.bus import Bus, Message
-from shared.errors import EngineFailed, HeadraceError, TooLarge, Unavailable
+from shared.errors import EngineFailed, HeadraceError
 from shared.pull import Puller
 from shared.records import Lease, Version
 from shared.settings import Settings
 from shared.streams import delivery_of
+from shared.wire import Malformed
 from workers.claims import Abort, Ack, Action, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
 from workers.engine.request import Engine, EngineRequest, TokenEvent
 from workers.metrics import WorkerMetrics
@@ -26,7 +26,14 @@ from workers.replier import Replier
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-KEPT_HEADERS = (wire.HEADER_MSG_ID, wire.HEADER_REPLY, wire.HEADER_GENERATION_MS, "Content-Type")  # in the DLQ
+GENERATION_MS_DEFAULT = "600000"
+KEPT_HEADERS = (
+    wire.HEADER_WIRE,
+    wire.HEADER_MSG_ID,
+    wire.HEADER_REPLY,
+    wire.HEADER_GENERATION_MS,
+    "Content-Type",
+)  # in the DLQ
 ACK, NAK, IN_PROGRESS, TERM = b"+ACK", b"-NAK", b"+WPI", b"+TERM"
 
 
@@ -145,10 +152,11 @@ class WorkerServer:
             self._out(message.reply, ACK)
             return
         try:
-            delivery = read_delivery(message)
-        except (msgspec.DecodeError, ValueError, KeyError) as error:
+            delivery = read_delivery(message, self._version)
+        except Malformed as error:
             log.error("a message on %s is not a request: %s", message.subject, error)
-            self._do(self._bury(message.subject, message.data, message.headers, message.reply, str(error)))
+            subject = subjects.dead_letter_of(message.subject)
+            self._do(self._bury(subject, message.data, message.headers, message.reply, str(error)))
             return
         self._busy_at = time.time()
         self._observer.claimed(delivery)
@@ -291,34 +299,45 @@ class WorkerServer:
 
     async def _bury(self, subject: str, data: bytes, headers: dict[str, str], handle: str, reason: str) -> None:
         """Keep the message in the DLQ, then end it in its stream. If it cannot be kept, it is delivered again."""
-        if not subject.startswith("dlq."):
-            subject = subjects.dead_letter(
-                self._version.model, self._version.version, subjects.tenant_of_request(subject)
-            )
         kept = {name: headers[name] for name in KEPT_HEADERS if name in headers}
         kept.setdefault(wire.HEADER_MSG_ID, wire.new_id())
         kept[wire.HEADER_REASON] = " ".join(reason.split())[:500]
+        if len(data) > self._bus.payload_bytes_max:  # it came from somebody who did not leave room for more headers
+            data, kept[wire.HEADER_REASON] = b"", f"{kept[wire.HEADER_REASON]} ({len(data)} bytes, not kept)"
         try:
             await self._bus.publish_durable(subject, data, kept)
-        except (Unavailable, TooLarge) as error:
+        except HeadraceError as error:
             log.warning("a message could not be kept in the DLQ: %s", error.message)
             return
         self._out(handle, TERM)
 
 
-def read_delivery(message: Message) -> Delivery:
-    """A pulled message as the claim table takes it. Raises DecodeError, ValueError or KeyError for what is no request."""
+def read_delivery(message: Message, version: Version) -> Delivery:
+    """A pulled message as the claim table takes it. Raises Malformed for what is no request of `version`."""
     headers = message.headers
+    if headers.get(wire.HEADER_WIRE) != wire.WIRE_VERSION:
+        raise Malformed(f"its wire version is {headers.get(wire.HEADER_WIRE)}, not {wire.WIRE_VERSION}")
+    reply = headers.get(wire.HEADER_REPLY, "")
+    if not re.match(wire.ADDRESS, reply):
+        raise Malformed(f"{wire.HEADER_REPLY} is no frame address")
+    generation_ms = headers.get(wire.HEADER_GENERATION_MS, GENERATION_MS_DEFAULT)
+    if not re.fullmatch("[0-9]{1,12}", generation_ms):
+        raise Malformed(f"{wire.HEADER_GENERATION_MS} is no number of milliseconds")
     request = wire.decode_request(message.data, headers)
-    where = delivery_of(message.reply)
+    if (request.model, request.version) != (version.model, version.version):
+        raise Malformed("its body is of another version than its subject")
+    try:
+        tenant, where = subjects.tenant_of_request(message.subject), delivery_of(message.reply)
+    except ValueError as error:
+        raise Malformed(str(error)) from None
     return Delivery(
         request=request,
-        tenant=subjects.tenant_of_request(message.subject),
+        tenant=tenant,
         seq=where.sequence,
         handle=message.reply,
-        reply=headers[wire.HEADER_REPLY],
+        reply=reply,
         deliveries=where.delivered,
         resume=headers.get(wire.HEADER_RESUME) == "1",
         queued_ms=max(0, int(time.time() * 1000) - where.stored_ms),
-        generation_s=int(headers.get(wire.HEADER_GENERATION_MS, "600000")) / 1000,
+        generation_s=int(generation_ms) / 1000,
     )
