@@ -38,6 +38,9 @@ class At(msgspec.Struct):
     finished: bool = False
 
 
+UNSEEN = At()
+
+
 class Position(msgspec.Struct):
     """What a client has of a stream."""
 
@@ -84,19 +87,28 @@ class NumberedEvents:
 
     def id(self) -> bytes:
         """The id of the events told so far."""
-        items = [
-            f"{choice.next}{'f' if choice.finished else 'o' if choice.opened and not choice.next else ''}"
-            for choice in self._choices
-        ]
-        digests = "-".join(each.hexdigest() for each in self._hashes)
+        items, digests = [], []
+        for number, choice in enumerate(self._choices):
+            seen = self._seen.choices[number] if self._seen is not None else UNSEEN
+            behind = choice.next < seen.next  # of what is told again, one choice comes after the other
+            position = seen.next if behind else choice.next
+            mark = (
+                "f"
+                if choice.finished or seen.finished
+                else "o"
+                if not position and (choice.opened or seen.opened)
+                else ""
+            )
+            items.append(f"{position}{mark}")
+            digests.append(self._seen.digests[number] if self._seen and behind else self._hashes[number].hexdigest())
         stream = self._stream
-        return f"{stream.rid}.{stream.sequence}.{'-'.join(items)}{self._mark}.{digests}".encode()
+        return f"{stream.rid}.{stream.sequence}.{'-'.join(items)}{self._mark}.{'-'.join(digests)}".encode()
 
     def add(self, deltas: "list[Delta]", out: list[bytes]) -> None:
         for delta in deltas:
             number = delta.choice
             choice = self._choices[number]
-            seen = self._seen.choices[number] if self._seen is not None else At()
+            seen = self._seen.choices[number] if self._seen is not None else UNSEEN
             if not choice.opened:
                 choice.opened = True
                 self._feed(

@@ -38,14 +38,18 @@ async def locate(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int) 
         if found.seq not in (0, seq):
             stored = await _stored(bus, rid, tenant, found.seq)
         if stored is None:
-            return Located(found.request, found.seq, b"", settings.orphan_grace_s)
+            return Located(found.request, found.seq, b"", _least_s(settings))
     message, request = stored
     left_s = settings.queue_deadline_s
     deadline_ms = message.headers.get(wire.HEADER_QUEUE_DEADLINE, "")
     if deadline_ms.isdigit():
         left_s = int(deadline_ms) / 1000 - time.time()
-    # a worker may have taken it in time and be at it still: whoever attaches has to find that out first
-    return Located(request, message.seq, wire.encode(request), max(left_s, settings.orphan_grace_s))
+    return Located(request, message.seq, wire.encode(request), max(left_s, _least_s(settings)))
+
+
+def _least_s(settings: Settings) -> float:
+    """How long to look, whatever the clocks say, for a worker that took it in time and may be at it still."""
+    return 2 * settings.orphan_grace_s + 3 * settings.ack_wait_s
 
 
 async def revoke(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int) -> bytes:
