@@ -48,8 +48,7 @@ class PagedLayer:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> torch.Tensor:
         batch = self._current.batch
-        self._keys.index_copy_(1, batch.slots, k)
-        self._values.index_copy_(1, batch.slots, v)
+        self._store(batch.slots, k, v)
         out = self._scratch.get("out", (q.shape[1], q.shape[0], v.shape[2]), q.dtype)
         grouping = _grouping(batch, variant.window)
         for group in grouping.groups:
@@ -66,11 +65,7 @@ class PagedLayer:
         sharing = q.shape[0] // heads  # query heads that share a key head
         matrices = heads * group.count
         rows = slice(group.first, group.first + group.count)
-        index = group.rows_by_head(heads, slots)
-        keys = self._scratch.get("keys", (index.numel(), key_dim), q.dtype)
-        values = self._scratch.get("values", (index.numel(), value_dim), q.dtype)
-        torch.index_select(self._keys.view(-1, key_dim), 0, index, out=keys)
-        torch.index_select(self._values.view(-1, value_dim), 0, index, out=values)
+        keys, values = self._gathered(group.rows_by_head(heads, slots), q.dtype)
         queries = q[:, rows].unflatten(0, (heads, sharing)).transpose(1, 2).reshape(matrices, sharing, key_dim)
         scores = torch.bmm(queries, keys.view(matrices, group.length, key_dim).transpose(1, 2))
         weights = _weights(
@@ -84,7 +79,7 @@ class PagedLayer:
     def _attend_single(self, q: torch.Tensor, out: torch.Tensor, span: Span, variant: Variant) -> None:
         heads = self._keys.shape[0]
         sharing = q.shape[0] // heads
-        keys, values = self._context(span, _first_seen(span, variant.window))
+        keys, values = self._context(span, _first_seen(span, variant.window), q.dtype)
         keys, values = keys.unsqueeze(0), values.unsqueeze(0)
         queries = q[:, span.row].view(1, heads, sharing, -1)  # rows of one matrix: all see the same keys
         if variant.softcap is None and variant.sinks is None:
@@ -98,7 +93,7 @@ class PagedLayer:
         heads = self._keys.shape[0]
         sharing = q.shape[0] // heads
         first = _first_seen(span, variant.window)
-        keys, values = self._context(span, first)
+        keys, values = self._context(span, first, q.dtype)
         # Key heads become the batch, and the query heads that share one its heads: nothing is repeated in memory.
         keys = keys.unsqueeze(1).expand(-1, sharing, -1, -1)
         values = values.unsqueeze(1).expand(-1, sharing, -1, -1)
@@ -116,7 +111,21 @@ class PagedLayer:
             attended = scaled_dot_product_attention(queries, keys, values, mask, scale=variant.scaling)
         out[rows].view(span.count, heads, sharing, -1).copy_(attended.permute(2, 0, 1, 3))
 
-    def _context(self, span: Span, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep a step's keys and values, [key heads, tokens, D], in `slots` [tokens]."""
+        self._keys.index_copy_(1, slots, k)
+        self._values.index_copy_(1, slots, v)
+
+    def _gathered(self, index: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `index` of the caches, all heads behind one another: keys [n, D] and values [n, Dv]."""
+        gathered = []
+        for name, cache in (("keys", self._keys), ("values", self._values)):
+            width = cache.shape[2]
+            into = self._scratch.get(name, (index.numel(), width), dtype)
+            gathered.append(torch.index_select(cache.view(-1, width), 0, index, out=into))
+        return gathered[0], gathered[1]
+
+    def _context(self, span: Span, first: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions `first` and on, [key heads, n, D]: in place where they are contiguous."""
         slots = _context_slots(self._current.batch, span, first)
         if isinstance(slots, slice):
