@@ -1,5 +1,7 @@
 """Liveness, readiness and metrics."""
 
+import os
+
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
@@ -17,7 +19,8 @@ def router(context: Context) -> APIRouter:
 
     async def readyz() -> Response:
         state = "draining" if context.draining else "ok" if context.bus_usable() else "bus_unavailable"
-        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+        # the process, too: several may share a port, and each answers for itself
+        return JSONResponse({"status": state, "pid": os.getpid()}, 200 if state == "ok" else 503)
 
     routes.get("/readyz", summary="The bus is usable and draining has not begun")(readyz)
     routes.get("/health", summary="The same as /readyz")(readyz)

@@ -367,7 +367,7 @@ def test_health(front: Any) -> None:
     assert front.http("GET", "/livez").status == 200
     for path in ("/readyz", "/health"):
         answer = front.http("GET", path)
-        assert (answer.status, answer.json) == (503, {"status": "bus_unavailable"})
+        assert (answer.status, answer.json["status"]) == (503, "bus_unavailable")
     front.bus_usable = True
 
 

@@ -146,10 +146,11 @@ class Site:
         self._processes.append(ingress)
 
         async def ready() -> bool:
-            try:
-                return (await self.http.get(ingress.url + "/readyz")).status_code == 200
+            try:  # on a connection of its own: another ingress may share the port
+                answer = await self.http.get(ingress.url + "/readyz", headers={"connection": "close"})
             except httpx.TransportError:
                 return False
+            return answer.status_code == 200 and answer.json()["pid"] == ingress.popen.pid
 
         await self.until(ready, ingress)
         return ingress
