@@ -127,7 +127,7 @@ class PagedLayer:
 
     def _context(self, span: Span, first: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions `first` and on, [key heads, n, D]: in place where they are contiguous."""
-        slots = _context_slots(self._current.batch, span, first)
+        slots = context_slots(self._current.batch, span, first)
         if isinstance(slots, slice):
             return self._keys[:, slots], self._values[:, slots]
         gathered = []
@@ -184,7 +184,7 @@ def _causal_mask(batch: PackedBatch, span: Span, first: int, window: int | None,
     return cast(torch.Tensor, batch.shared[key])
 
 
-def _context_slots(batch: PackedBatch, span: Span, first: int) -> slice | torch.Tensor:
+def context_slots(batch: PackedBatch, span: Span, first: int) -> slice | torch.Tensor:
     key = ("context", span.row, first)
     if key not in batch.shared:
         positions = np.arange(first, span.length)

@@ -11,6 +11,7 @@ from workers.engine.attention_paged import PagedLayer, Scratch
 from workers.engine.batch import Packer, Span
 from workers.engine.blocks import BLOCK_TOKENS, blocks_for
 from workers.engine.grouping import GROUP_MIN, GROUP_POSITIONS_MAX, GROUP_WASTE_MAX, grouped
+from workers.engine.kv_int8 import LEVELS, Int8Layer, Quantised
 from workers.engine.scheduler import Sequence, Slice, StepPlan
 
 HEADS, SHARING, KEY_DIM, VALUE_DIM = 2, 3, 8, 6  # values may be of another size than keys
@@ -44,13 +45,16 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -
 class World:
     """Sequences of given lengths in one layer's cache, advanced in steps."""
 
-    def __init__(self, lengths: list[int], variant: Variant, scattered: bool) -> None:
+    def __init__(self, lengths: list[int], variant: Variant, scattered: bool, int8: bool = False) -> None:
         torch.manual_seed(4)
         self.variant = variant
         self.current = Current()
-        keys = torch.zeros(HEADS, BLOCKS * BLOCK_TOKENS, KEY_DIM)
-        values = torch.zeros(HEADS, BLOCKS * BLOCK_TOKENS, VALUE_DIM)
-        self.layer = PagedLayer(self.current, Scratch(CPU), keys, values)
+        shapes = [(HEADS, BLOCKS * BLOCK_TOKENS, dim) for dim in (KEY_DIM, VALUE_DIM)]
+        if int8:
+            caches = [Quantised(shape, torch.float32, CPU) for shape in shapes]
+            self.layer: PagedLayer = Int8Layer(self.current, Scratch(CPU), *caches)
+        else:
+            self.layer = PagedLayer(self.current, Scratch(CPU), *(torch.zeros(shape) for shape in shapes))
         self.packer = Packer(1000, CPU)
         free = list(range(BLOCKS))
         if scattered:
@@ -61,19 +65,20 @@ class World:
             self.sequences.append(
                 Sequence(str(index), "t", 0, Sampling(), [0] * length, length, length + 1, blocks=blocks)
             )
-        shapes = [(HEADS * SHARING, KEY_DIM), (HEADS, KEY_DIM), (HEADS, VALUE_DIM)]
-        self.tensors = [[torch.randn(heads, length, dim) for heads, dim in shapes] for length in lengths]
+        sizes = [(HEADS * SHARING, KEY_DIM), (HEADS, KEY_DIM), (HEADS, VALUE_DIM)]
+        self.tensors = [[torch.randn(heads, length, dim) for heads, dim in sizes] for length in lengths]
+        self.seen = [[q, *(rounded(each) if int8 else each for each in (k, v))] for q, k, v in self.tensors]
 
     def step(self, counts: list[int]) -> None:
         """Compute that many tokens of each sequence and compare them with the naive result."""
         slices, parts = [], []
-        for sequence, (q, k, v), count in zip(self.sequences, self.tensors, counts, strict=True):
+        for sequence, given, seen, count in zip(self.sequences, self.tensors, self.seen, counts, strict=True):
             if count:
                 start, end = sequence.computed, sequence.computed + count
                 slices.append(Slice(sequence, start, count, True))
                 sequence.computed = end
-                expected = naive(q[:, :end], k[:, :end], v[:, :end], self.variant)[start:]
-                parts.append(([each[:, start:end] for each in (q, k, v)], expected))
+                q, k, v = (each[:, :end] for each in seen)
+                parts.append(([each[:, start:end] for each in given], naive(q, k, v, self.variant)[start:]))
         batch = self.packer.pack(StepPlan(slices))
         self.current.batch = batch
         rows = batch.logit_rows.tolist()
@@ -87,15 +92,38 @@ class World:
             torch.testing.assert_close(out[row - part.count + 1 : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 
+def rounded(given: torch.Tensor) -> torch.Tensor:
+    """[heads, n, D] as a cache of 8 bits gives it back."""
+    cache = Quantised((given.shape[0], given.shape[1], given.shape[2]), given.dtype, CPU)
+    cache.store(torch.arange(given.shape[1]), given)
+    return cache.numbers.to(given.dtype) * cache.scales.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("name", list(VARIANTS))
-def test_chunks_groups_and_single_tokens_equal_plain_attention(name: str, scattered: bool) -> None:
-    world = World([40, 37, 20, 33, 3], VARIANTS[name], scattered)
+def test_chunks_groups_and_single_tokens_equal_plain_attention(name: str, scattered: bool, int8: bool) -> None:
+    world = World([40, 37, 20, 33, 3], VARIANTS[name], scattered, int8)
     world.step([30, 17, 0, 1, 2])  # first chunks, some of them the whole prompt
     world.step([7, 17, 16, 30, 0])  # later chunks, and across a block's edge
     world.step([1, 1, 1, 1, 1])  # a group
     world.step([1, 1, 0, 0, 0])  # too few for a group
     world.step([1, 1, 3, 1, 0])  # one-token and longer slices in one batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_number_in_eight_bits_is_off_by_half_a_level_at_most(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    given = torch.randn(3, 500, 64, dtype=dtype) * torch.logspace(-3, 2, 500).unsqueeze(-1).to(dtype)
+    given[1, 7] = 0
+    cache = Quantised((3, 500, 64), dtype, CPU)
+    cache.store(torch.arange(500), given)
+    level = cache.scales.float().unsqueeze(-1)
+    assert (cache.numbers.float() * level - given.float()).abs().le(0.5001 * level).all()
+    assert cache.numbers.abs().max() <= LEVELS
+    biggest = cache.numbers[(given != 0).any(-1)].abs().amax(-1)
+    assert biggest.min() >= LEVELS - 2  # nearly all levels are used
+    assert (cache.numbers[1, 7] == 0).all()
 
 
 def test_packing_puts_single_tokens_first_by_length_and_samples_in_the_order_of_the_plan() -> None:
