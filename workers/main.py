@@ -118,7 +118,9 @@ class Worker:
         """Blocking: the engine's imports beside the fetch of the weights, then the load."""
         directory: Path | None = None
         with ThreadPoolExecutor(1, "imports") as pool:
-            importing = pool.submit(self._timed, "imports", lambda: import_engine(version.source))
+            importing = pool.submit(
+                self._timed, "imports", lambda: import_engine(version.source, version.engine.engine)
+            )
             if not version.source.startswith(SIMULATED):
                 directory = self._timed("fetch", lambda: self._fetch(version))
             importing.result()

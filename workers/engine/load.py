@@ -7,14 +7,17 @@ from shared.records import EngineSettings
 from workers.engine.request import Engine
 
 SIMULATED = "sim:"
+ENGINES = ("headrace", "vllm")
 
 
 class LoadRefused(Exception):
     """The version cannot be served by this engine; the message says why, and another try would end the same way."""
 
 
-def import_engine(source: str) -> None:
+def import_engine(source: str, engine: str = "headrace") -> None:
     """Import what `load_engine` needs for this source: seconds for a real model, that a cold start can spend beside a fetch."""
+    if engine == "vllm":
+        return  # its imports depend on how it is set up, and it refuses to be there in its own words
     if source.startswith(SIMULATED):
         import workers.engine.sim
 
@@ -31,17 +34,25 @@ def load_engine(source: str, directory: Path | None, settings: EngineSettings, t
     `source` is "sim:<profile>", or anything else for a model whose files (Hugging Face layout, safetensors) are in
     `directory`. `threads` is for torch on the CPU; 0: the cores this process may use. Blocking, seconds. Raises LoadRefused.
     """
-    for name in ("max_model_len", "slots", "kv_blocks", "prefill_chunk"):
+    if settings.engine not in ENGINES:
+        raise LoadRefused(f"engine is one of {', '.join(ENGINES)}; not {settings.engine!r}")
+    for name in ("max_model_len", "slots", "kv_blocks", "prefill_chunk", "tensor_parallel"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise LoadRefused(f"{name} must be at least 1, not {value}")
-    import_engine(source)
     if source.startswith(SIMULATED):
         from workers.engine.sim import load_simulated
 
         return load_simulated(source.removeprefix(SIMULATED), settings)
     if directory is None:
         raise LoadRefused(f"the source {source!r} needs the directory of its files")
+    if settings.engine == "vllm":
+        from workers.engine.vllm_load import load_vllm
+
+        return load_vllm(directory, settings)
+    if settings.tensor_parallel > 1:
+        raise LoadRefused("our engine runs on one device: tensor_parallel needs engine=vllm")
+    import_engine(source)
     from workers.engine.model import load
 
     return load(directory, settings, threads)

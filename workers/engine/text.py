@@ -167,6 +167,11 @@ class OutputText:
             text += self._rest()
         return text
 
+    def end(self, finish: str) -> str:
+        """The output ends here, for a reason that is not in its tokens; the text that was held back."""
+        self.finish = finish
+        return self._rest()
+
     def _rest(self) -> str:
         rest = self._stream.flush()
         if self._stops is None:

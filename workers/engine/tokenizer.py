@@ -106,6 +106,15 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
+def end_ids(*named: Any) -> frozenset[int]:
+    """The ids that end an output, wherever a model's files name them: generation config, config, tokenizer."""
+    found: set[int] = set()
+    for each in named:
+        ids = getattr(each, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)
+
+
 def _byte_level_pieces() -> dict[str, int]:
     """The letters by which byte-level tokenizers write the 256 bytes (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
