@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import models
+from headrace import dlq, models
 from headrace.globals import Globals
 from headrace.stack.state import StackError
 from shared.errors import HeadraceError
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(models.app, name="models")
+app.add_typer(dlq.app, name="dlq")
 
 
 def _show_version(wanted: bool) -> None:

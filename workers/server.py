@@ -26,6 +26,7 @@ from workers.replier import Replier
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+HAND_BACK_S = 1.0  # of the drain budget: for handing back what does not fit into it
 GENERATION_MS_DEFAULT = "600000"
 KEPT_HEADERS = (
     wire.HEADER_WIRE,
@@ -93,8 +94,9 @@ class WorkerServer:
         """Claim no more; let what is claimed finish within the drain budget; hand back the rest."""
         self._table.drain()
         await self._puller.stop()
+        budget_s = self._settings.drain_budget_s
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.drain_budget_s):
+            async with asyncio.timeout(budget_s - min(HAND_BACK_S, budget_s / 10)):
                 await self._empty()
         log.info("drained; %d requests are handed back", len(self._table))
         self._act(self._table.stop())

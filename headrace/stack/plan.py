@@ -44,6 +44,8 @@ def make(data: Path, http_port: int | None, lifeline_fd: int, environ: Mapping[s
         raise StackError(f"port {settings.http_port} is in use: choose another with --port (0: any free one)")
     if "idle_seconds" not in by_hand:
         settings = replace(settings, idle_seconds=LOCAL_IDLE_SECONDS)
+    if "drain_linger_s" not in by_hand:
+        settings = replace(settings, drain_linger_s=0.0)  # nobody else takes its connections
 
     commands: list[Command] = []
     nats_port, object_ports = 0, None
