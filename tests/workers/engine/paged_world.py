@@ -57,6 +57,15 @@ class World:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(4)
+        sizes = [
+            (shape.heads * shape.sharing, shape.key_dim),
+            (shape.heads, shape.key_dim),
+            (shape.heads, shape.value_dim),
+        ]
+        self.tensors = [
+            [torch.randn(heads, length, dim, generator=generator).to(device, dtype) for heads, dim in sizes]
+            for length in lengths
+        ]
         self.variant = variant
         self.current = CudaCurrent()
         blocks = sum(blocks_for(length) for length in lengths)
@@ -79,15 +88,6 @@ class World:
                 slot=slot,
             )
             for slot, length in enumerate(lengths)
-        ]
-        sizes = [
-            (shape.heads * shape.sharing, shape.key_dim),
-            (shape.heads, shape.key_dim),
-            (shape.heads, shape.value_dim),
-        ]
-        self.tensors = [
-            [torch.randn(heads, length, dim, generator=generator).to(device, dtype) for heads, dim in sizes]
-            for length in lengths
         ]
 
     def step(self, counts: list[int], bucket: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
