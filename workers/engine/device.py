@@ -53,15 +53,14 @@ class PlainDevice:
         self._slots = slots
         self._max_model_len = max_model_len
         self._current = Current()
-        packer = Packer(max(slots + settings.prefill_chunk, gate.STEP_TOKENS_MAX), self._device)
-        self.runner = TorchRunner(model, self._current, packer, sampler)
+        self._tokens_max = max(slots + settings.prefill_chunk, gate.STEP_TOKENS_MAX)  # of a step
+        self._caches: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each layer
+        self.runner: Runner = TorchRunner(model, self._current, Packer(self._tokens_max, self._device), sampler)
 
     def attach(self, blocks: int) -> None:
-        slots = blocks * BLOCK_TOKENS
         scratch = Scratch(self._device)
-        for shape in self._shapes:
-            keys = zeros((shape.heads, slots, shape.key_dim), self._dtype, self._device)
-            values = zeros((shape.heads, slots, shape.value_dim), self._dtype, self._device)
+        self._caches = new_caches(self._shapes, blocks, self._dtype, self._device)
+        for shape, (keys, values) in zip(self._shapes, self._caches, strict=True):
             attention.attach(shape.module, PagedLayer(self._current, scratch, keys, values))
 
     def blocks(self) -> int:
@@ -70,3 +69,17 @@ class PlainDevice:
 
     def finish(self) -> None:
         """Nothing needs it."""
+
+
+def new_caches(
+    shapes: list[LayerShape], blocks: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each layer, [key heads, slots, D], for a cache of `blocks` blocks."""
+    slots = blocks * BLOCK_TOKENS
+    return [
+        (
+            zeros((shape.heads, slots, shape.key_dim), dtype, device),
+            zeros((shape.heads, slots, shape.value_dim), dtype, device),
+        )
+        for shape in shapes
+    ]

@@ -3,8 +3,9 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from shared.records import EngineSettings
 from workers.engine import attention, gate, sizing
 from workers.engine.blocks import BLOCK_TOKENS
 from workers.engine.device import Device, PlainDevice
+from workers.engine.device_cpu import cpu_devices
 from workers.engine.engine import BatchEngine
-from workers.engine.linear import can_pack, pack_linears
 from workers.engine.load import LoadRefused
 from workers.engine.memory import available
 from workers.engine.request import EngineInfo
@@ -64,16 +65,12 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     with phases("gate"):
         shapes = gate.probe(model, config.get_text_config().num_hidden_layers)
         reference = gate.reference_logits(model)
-    with phases("pack"):
-        if can_pack(device, dtype):
-            pack_linears(model)
     text = HuggingFaceText(tokenizer, reference.shape[-1], _end_ids(model, tokenizer))
     slots = settings.slots or (SLOTS_CPU if device.type == "cpu" else SLOTS_CUDA)
     sampler = Sampler(text.end_ids, text.token_bytes, text.special_ids)
-    side = _device_side(device)(model, shapes, sampler, settings, dtype, slots, max_model_len)
-    with phases("check"):
-        side.attach(gate.BLOCKS)
-        gate.compare(model, side.runner, reference, dtype)
+    arguments = (model, shapes, sampler, settings, dtype, slots, max_model_len)
+    sides = [partial(kind, *arguments) for kind in _device_sides(device, model, shapes, settings, dtype)]
+    side = _fitting_side(sides, model, reference, dtype, phases)
     with phases("cache"):
         blocks = side.blocks()
         side.attach(blocks)
@@ -139,12 +136,35 @@ def _weights(directory: Path, config: Any, dtype: torch.dtype, device: torch.dev
         raise LoadRefused(f"the weights cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _device_side(device: torch.device) -> Callable[..., Device]:
-    if device.type != "cuda":
-        return PlainDevice
-    from workers.engine.device_cuda import cuda_device
+def _device_sides(
+    device: torch.device, model: Any, shapes: list[gate.LayerShape], settings: EngineSettings, dtype: torch.dtype
+) -> Sequence[Callable[..., Device]]:
+    """What can serve the model on the device, the best first."""
+    if device.type == "cuda":
+        from workers.engine.device_cuda import cuda_device
 
-    return cuda_device
+        return [cuda_device]
+    return cpu_devices(model, shapes, settings, dtype) if device.type == "cpu" else [PlainDevice]
+
+
+def _fitting_side(
+    sides: list[partial[Device]], model: Any, reference: torch.Tensor, dtype: torch.dtype, phases: Phases
+) -> Device:
+    """The first that computes what the model computes. Raises LoadRefused when none does."""
+    for index, make in enumerate(sides):
+        with phases("pack"):
+            side = make()
+        with phases("check"):
+            side.attach(gate.BLOCKS)
+            try:
+                gate.compare(model, side.runner, reference, dtype)
+            except LoadRefused as refused:
+                if index == len(sides) - 1:
+                    raise
+                log.warning("%s does without %s: %s", type(model).__name__, make.func, refused)
+                continue
+        return side
+    raise AssertionError("a device has no side")
 
 
 def _free(device: torch.device) -> tuple[int, str]:

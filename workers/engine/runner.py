@@ -12,7 +12,7 @@ from workers.engine.sampler import Sampler, Scored
 from workers.engine.scheduler import StepPlan
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TorchRunner:
     """`model` calls attention layers that read `current` (see attention.py)."""
 

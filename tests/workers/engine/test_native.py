@@ -1,0 +1,173 @@
+"""Our own CPU kernels: the models' own logits, whatever the sizes, and bit for bit the same whatever is beside a sequence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import save_tiny_model
+
+from shared.wire import Sampling
+from workers.engine import attention, gate
+from workers.engine.batch import Packer
+from workers.engine.blocks import BLOCK_TOKENS, blocks_for
+from workers.engine.device import new_caches
+from workers.engine.device_cpu import _instructions_for
+from workers.engine.native import build, llama
+from workers.engine.native.decoder import BlockTables, NativeDecoder
+from workers.engine.native.library import Library
+from workers.engine.scheduler import Sequence, Slice, StepPlan
+
+CPU = torch.device("cpu")
+BLOCKS = 60
+LENGTH = 200  # more than three of the runs in which a context is read
+DTYPES = [
+    pytest.param(
+        dtype,
+        id=str(dtype).removeprefix("torch."),
+        marks=pytest.mark.skipif(not _instructions_for(dtype), reason="no kernels for this CPU"),
+    )
+    for dtype in (torch.float32, torch.bfloat16)
+]
+pytestmark = pytest.mark.skipif(not build.can_build(), reason="no C++ compiler")
+# Nothing is a multiple of what the kernels work in: 48 columns, 16 lanes, 2 elements.
+ODD = {"hidden_size": 44, "head_dim": 10, "intermediate_size": 51, "num_key_value_heads": 1, "vocab_size": 301}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "odd sizes": ("llama", ODD),
+    "wide heads": ("llama", {"head_dim": 80}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "a gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "long rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": 70}),
+}
+
+
+class Served:
+    """A tiny model in our kernels, and what it computes itself."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, threads: int = 2) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention.NAME)
+        torch.manual_seed(0)
+        for parameter in model.parameters():  # those that begin as zeros or ones would hide a mistake
+            if parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        shapes = gate.probe(model, model.config.num_hidden_layers)
+        assert llama.supported(model, shapes)
+        library = Library(build.build())
+        self.model = model
+        self.vocabulary = model.config.vocab_size
+        self.decoder = NativeDecoder(library, llama.parts_of(model, shapes, library, threads), dtype, 800, threads)
+        self.decoder.attach(new_caches(shapes, BLOCKS, dtype, CPU), 512)
+        self._packer = Packer(800, CPU)
+        self._free = list(range(BLOCKS))[::-2] + list(range(BLOCKS))[::2]
+
+    def sequence(self, length: int, salt: int = 0) -> Sequence:
+        tokens = [(7919 * index + 13 + 101 * salt) % self.vocabulary for index in range(length)]
+        blocks = [self._free.pop() for _ in range(blocks_for(length))]
+        return Sequence("s", "t", 0, Sampling(), tokens, length, length + 1, blocks=blocks)
+
+    @torch.inference_mode()
+    def step(self, *parts: tuple[Sequence, int]) -> torch.Tensor:
+        """Compute that many more tokens of each; the logits after the last of each."""
+        slices = []
+        for sequence, count in parts:
+            slices.append(Slice(sequence, sequence.computed, count, True))
+            sequence.computed += count
+        return self.decoder.logits(self._packer.pack(StepPlan(slices))).clone()
+
+    @torch.inference_mode()
+    def own(self, sequence: Sequence) -> torch.Tensor:
+        """[tokens, vocabulary]: the model's own logits, by its plain attention."""
+        self.model.set_attn_implementation("eager")
+        return self.model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0].float()
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_logits_are_the_models_own(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    family, changes = MODELS[name]
+    served = Served(save_tiny_model(family, tmp_path, **changes), dtype)
+    one, other = served.sequence(LENGTH), served.sequence(90, 1)
+    expected = [served.own(one), served.own(other)]
+    for counts in ((100, 7), (99, 82), (1, 1)):
+        logits = served.step((one, counts[0]), (other, counts[1]))
+        for row, sequence in enumerate((one, other)):
+            wanted = expected[row][sequence.computed - 1]
+            error = ((logits[row] - wanted).norm() / (wanted - wanted.mean()).norm()).item()
+            assert error < gate.ERROR_MAX[dtype] / (10 if dtype == torch.float32 else 2), (name, sequence.computed)
+
+
+def test_neither_chunks_nor_neighbours_nor_threads_change_a_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    directory = save_tiny_model("mistral", tmp_path, sliding_window=70)
+    served = Served(directory, dtype)
+    whole = served.sequence(LENGTH)
+    expected = served.step((whole, LENGTH))[0]
+    for chunks in ([LENGTH - 1, 1], [64, 64, 64, 8], [33, 70, 96, 1], [1] * LENGTH):
+        again = served.sequence(LENGTH)
+        for count in chunks:
+            logits = served.step((again, count))[0]
+        assert torch.equal(logits, expected), chunks[:4]
+        served._free += again.blocks
+    neighbours = [served.sequence(40 + 9 * index, index) for index in range(5)]
+    again = served.sequence(LENGTH)
+    served.step((again, LENGTH - 1), *((each, 30 + index) for index, each in enumerate(neighbours)))
+    logits = served.step(*((each, 1 + index) for index, each in enumerate(neighbours)), (again, 1))[-1]
+    assert torch.equal(logits, expected)
+    worlds = [Served(directory, dtype, threads) for threads in (1, 2, 3)]
+    results = [world.step((world.sequence(77), 77)) for world in worlds]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_logits_of_any_rows(dtype: torch.dtype, tmp_path: Path) -> None:
+    served = Served(save_tiny_model("llama", tmp_path), dtype)
+    sequence = served.sequence(30)
+    expected = [served.step((sequence, 1))[0] for _ in range(30)]
+    again = served.sequence(30)
+    again.prompt_length, again.score_from = 30, 1
+    logits = served.step((again, 30))
+    assert len(logits) == 30  # the last row, and each that says what the next token of the prompt is worth
+    assert torch.equal(logits[0], expected[-1])
+    assert all(torch.equal(*pair) for pair in zip(logits[1:], expected, strict=False))
+
+
+def test_a_step_without_a_sample_computes_keys_and_values_only(dtype: torch.dtype, tmp_path: Path) -> None:
+    served = Served(save_tiny_model("llama", tmp_path), dtype)
+    sequence, again = served.sequence(30), served.sequence(30)
+    expected = served.step((sequence, 30))
+    batch = served._packer.pack(StepPlan([Slice(again, 0, 29, False)]))
+    assert served.decoder.logits(batch).shape == (0, served.vocabulary)
+    again.computed = 29
+    assert torch.equal(served.step((again, 1)), expected)
+
+
+def test_block_tables_follow_lists_that_grow_and_are_replaced() -> None:
+    import ctypes
+
+    import numpy as np
+
+    def read(address: int, count: int) -> list[int]:
+        return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)), (count,)).tolist()
+
+    tables = BlockTables()
+    blocks = [4, 2]
+    for _ in range(3 * BLOCK_TOKENS):
+        tables.begin_step()
+        assert read(tables.address(blocks), len(blocks)) == blocks
+        blocks.append(len(blocks))
+    blocks[:] = [9, 8]  # shorter: not the same contents grown
+    tables.begin_step()
+    assert read(tables.address(blocks), 2) == [9, 8]
+    tables.begin_step()
+    tables.begin_step()
+    assert not tables._tables, "what no step uses is forgotten"

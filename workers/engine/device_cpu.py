@@ -1,0 +1,131 @@
+"""A CPU: our own kernels where they have the model and the instructions, compiled in the background if they are not yet;
+plain torch for everything else."""
+
+import logging
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.records import EngineSettings
+from workers.engine import attention, gate
+from workers.engine.batch import Packer
+from workers.engine.device import Device, PlainDevice, new_caches
+from workers.engine.gate import LayerShape
+from workers.engine.linear import can_pack, pack_linears
+from workers.engine.load import LoadRefused
+from workers.engine.native import build, llama
+from workers.engine.native.decoder import NativeDecoder
+from workers.engine.native.library import Library
+from workers.engine.native.runner import NativeRunner, UpgradingRunner
+from workers.engine.sampler import Sampler
+
+KERNELS = ("auto", "torch")
+
+log = logging.getLogger(__name__)
+
+
+def cpu_devices(
+    model: Any, shapes: list[LayerShape], settings: EngineSettings, dtype: torch.dtype
+) -> list[type[Device]]:
+    """What can serve the model here, the best first; each is constructed like PlainDevice. Raises LoadRefused."""
+    if settings.kernels not in KERNELS:
+        raise LoadRefused(f"kernels is {' or '.join(KERNELS)}; not {settings.kernels!r}")
+    if settings.kernels == "torch" or not _instructions_for(dtype) or not llama.supported(model, shapes):
+        return [TorchDevice]
+    if build.find() is not None:
+        return [NativeDevice, TorchDevice]
+    return [CompilingDevice, TorchDevice] if build.can_build() else [TorchDevice]
+
+
+def _instructions_for(dtype: torch.dtype) -> bool:
+    flags = build.cpu_flags()
+    if dtype == torch.bfloat16:  # with AMX, oneDNN's products of many rows are far faster than ours
+        return flags >= build.CPU_NEEDED | {"avx512_bf16"} and "amx_bf16" not in flags
+    return dtype == torch.float32 and flags >= build.CPU_NEEDED
+
+
+class TorchDevice(PlainDevice):
+    """Plain torch, its linear layers packed where that is faster."""
+
+    def __init__(self, model: Any, shapes: list[LayerShape], sampler: Sampler, *rest: Any) -> None:
+        super().__init__(model, shapes, sampler, *rest)
+        if can_pack(self._device, self._dtype):
+            pack_linears(model)
+
+
+class NativeDevice(PlainDevice):
+    """Our own kernels from the start."""
+
+    def __init__(self, model: Any, shapes: list[LayerShape], sampler: Sampler, *rest: Any) -> None:
+        super().__init__(model, shapes, sampler, *rest)
+        self._model = model
+        path = build.find()
+        assert path is not None
+        self._native = native_runner(Library(path), model, shapes, sampler, self._dtype, self._tokens_max)
+        self.runner = self._native
+
+    def attach(self, blocks: int) -> None:
+        self._caches = new_caches(self._shapes, blocks, self._dtype, self._device)
+        self._native.decoder.attach(self._caches, self._max_model_len)
+
+    def finish(self) -> None:
+        drop_weights(self._model)
+
+
+class CompilingDevice(PlainDevice):
+    """Plain torch until our own kernels have been compiled, which waits for the first requests to be served."""
+
+    def __init__(self, model: Any, shapes: list[LayerShape], sampler: Sampler, *rest: Any) -> None:
+        super().__init__(model, shapes, sampler, *rest)
+        self._model = model
+        self._sampler = sampler
+        self._reference = gate.reference_logits(model)
+        self._upgrading = UpgradingRunner(self.runner, self._retire)
+        self.runner = self._upgrading
+
+    def finish(self) -> None:
+        threading.Thread(target=self._upgrade, name="kernels", daemon=True).start()
+
+    def _upgrade(self) -> None:
+        try:
+            library = Library(build.build())
+            native = native_runner(library, self._model, self._shapes, self._sampler, self._dtype, self._tokens_max)
+            trial = new_caches(self._shapes, gate.BLOCKS, self._dtype, self._device)
+            native.decoder.attach(trial, self._max_model_len)
+            gate.compare(self._model, native, self._reference, self._dtype)
+            native.decoder.attach(self._caches, self._max_model_len)
+        except Exception:  # of a compiler, a linker or the gate: serving goes on
+            log.warning("no compiled kernels: plain torch goes on", exc_info=True)
+            if can_pack(self._device, self._dtype):
+                pack_linears(self._model)
+            return
+        self._upgrading.offer(native)
+
+    def _retire(self) -> None:
+        for shape in self._shapes:
+            attention.detach(shape.module)
+        drop_weights(self._model)
+
+
+def native_runner(
+    library: Library,
+    model: Any,
+    shapes: list[LayerShape],
+    sampler: Sampler,
+    dtype: torch.dtype,
+    tokens_max: int,
+) -> NativeRunner:
+    """Pack a supported model for our kernels; it keeps its own weights."""
+    threads = torch.get_num_threads()
+    parts = llama.parts_of(model, shapes, library, threads)
+    decoder = NativeDecoder(library, parts, dtype, tokens_max, threads)
+    return NativeRunner(decoder, Packer(tokens_max, torch.device("cpu")), sampler)
+
+
+def drop_weights(model: nn.Module) -> None:
+    """Forget all parameters of a model that will compute nothing any more."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach()[:0].clone(), requires_grad=False))

@@ -1,0 +1,368 @@
+// A whole step of a decoder of the Llama kind: pre-norm layers of attention and a gated feed-forward part, RMSNorm, rotary
+// embeddings in halves. One call per step, one team of threads from the embedding to the logits. The residual stream and
+// everything between two products is float; what a product reads is rounded to the model's type once.
+#include <omp.h>
+
+#include <cmath>
+#include <memory>
+
+#include "attention.h"
+
+namespace headrace {
+
+// The structures below are mirrored in library.py, field by field.
+
+struct Layer {
+  const float* input_norm;      // [hidden]
+  const float* query_norm;      // [head_dim], or null: none
+  const float* key_norm;        // [head_dim], or null
+  const float* attention_norm;  // [hidden]: before the feed-forward part
+  Matrix qkv;
+  Matrix out;
+  Matrix gate_up;  // panels of gate and up in turn
+  Matrix down;
+  void* keys;    // [key heads][slots][head_dim]
+  void* values;  // [key heads][slots][head_dim]
+  int window;    // 0: all positions are seen
+};
+
+struct Model {
+  int hidden;
+  int intermediate;
+  int heads;
+  int key_heads;
+  int head_dim;
+  int rotary_dim;  // leading elements of a head that are rotated
+  int layers;
+  int vocabulary;
+  int activation;  // 0: SiLU, 1: GELU by tanh
+  float epsilon;
+  float scaling;  // of the scores
+  long slots;
+  const void* embedding;  // [vocabulary, hidden]
+  const float* final_norm;
+  Matrix head;
+  const Layer* layer;
+};
+
+struct Batch {
+  int tokens;
+  int spans;
+  int samples;
+  const int64_t* ids;        // [tokens]
+  const int64_t* positions;  // [tokens]
+  const int64_t* slots;      // [tokens]: where each token's key and value go
+  const int64_t* sampled;    // [samples]: rows whose logits are wanted
+  const Span* span;          // [spans]
+  const float* cosines;      // [positions, rotary_dim / 2]
+  const float* sines;
+  float* logits;        // [samples, logits_stride]
+  long logits_stride;  // at least the vocabulary, in whole panels
+};
+
+constexpr int kPad = 96;  // elements: whole panels, and whole vectors of both types
+constexpr int kRowsPerTask = 8;
+constexpr int kPhasesPerLayer = 8;
+constexpr int kPhasesBeside = 4;  // embedding, choice of rows, last norm, logits
+
+template <class T>
+struct Rows {
+  int stride = 0;
+  std::vector<T> data;
+
+  Rows(int rows, int columns) : stride(round_up(columns, kPad)), data(static_cast<size_t>(rows) * stride) {}
+  T* operator[](int row) { return data.data() + static_cast<size_t>(row) * stride; }
+};
+
+class Decoder {
+ public:
+  virtual ~Decoder() = default;
+  virtual void step(const Batch& batch) = 0;
+};
+
+// weight * x / rms(x), `count` elements; both ends are padded with zeros to whole vectors.
+template <class T>
+inline void normalise(const float* x, const float* weight, int count, float epsilon, T* out) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int i = 0; i < count; i += kLanes) {
+    const __m512 v = load(x + i, lanes_below(count - i));
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  const __m512 scale = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / count + epsilon));
+  for (int i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = lanes_below(count - i);
+    store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), scale), load(weight + i, mask)), mask);
+  }
+}
+
+inline __m512 vector_of(const float* bias, int column) {
+  return bias ? _mm512_loadu_ps(bias + column) : _mm512_setzero_ps();
+}
+
+inline __m512 activated(__m512 x, int activation) {
+  const __m512 one = _mm512_set1_ps(1);
+  __m512 z = x;
+  if (activation == 1) {  // x * (1 + tanh(u)) / 2 is x * sigmoid(2u)
+    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    z = _mm512_mul_ps(_mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x), _mm512_set1_ps(1.5957691216f));
+  }
+  return _mm512_div_ps(x, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+}
+
+template <class T>
+class TypedDecoder final : public Decoder {
+ public:
+  TypedDecoder(const Model& model, int tokens_max, int threads)
+      : model_(model),
+        threads_(threads),
+        team_(threads, model.layers * kPhasesPerLayer + kPhasesBeside),
+        shape_{model.heads, model.key_heads, model.head_dim, model.head_dim, model.scaling, 0, 0, nullptr},
+        stream_(tokens_max, model.hidden),
+        qkv_(tokens_max, (model.heads + 2 * model.key_heads) * model.head_dim),
+        normed_(tokens_max, model.hidden),
+        queries_(tokens_max, model.heads * model.head_dim),
+        attended_(tokens_max, model.heads * model.head_dim),
+        inner_(tokens_max, model.intermediate) {
+    for (int i = 0; i < threads; i++) work_.push_back(std::make_unique<Workspace<T>>(shape_));
+  }
+
+  void step(const Batch& batch) override {
+    team_.gather();
+    plan(batch);
+#pragma omp parallel num_threads(threads_)
+    {
+      Member member(team_, omp_get_thread_num());
+      compute(batch, member);
+    }
+  }
+
+ private:
+  struct Tile {
+    int span, first, count;
+  };
+
+  // Tiles of queries, the expensive ones first: the last tasks of a phase should be short.
+  void plan(const Batch& batch) {
+    tiles_.clear();
+    const int tokens = attention_tile_tokens(shape_);
+    for (int s = 0; s < batch.spans; s++)
+      for (int first = batch.span[s].count; first > 0; first -= tokens)
+        tiles_.push_back({s, std::max(0, first - tokens), std::min(tokens, first)});
+    const auto cost = [&](const Tile& tile) {
+      const Span& span = batch.span[tile.span];
+      return static_cast<long>(span.length - span.count + tile.first + tile.count) * (tile.count + 1);
+    };
+    std::stable_sort(tiles_.begin(), tiles_.end(), [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
+  }
+
+  void compute(const Batch& batch, Member& member) {
+    for_rows(member, batch.tokens, [&](int row) { embed(batch.ids[row], stream_[row]); });
+    int rows = batch.tokens;
+    for (int index = 0; index < model_.layers; index++) {
+      const Layer& layer = model_.layer[index];
+      attention(batch, layer, member);
+      if (index == model_.layers - 1) rows = keep_sampled(batch, member);
+      if (rows == 0) return;
+      product(member, attended_[0], attended_.stride, rows, layer.out, adding(layer.out.bias));
+      feed_forward(layer, rows, member);
+    }
+    for_rows(member, rows, [&](int row) {
+      normalise(stream_[row], model_.final_norm, model_.hidden, model_.epsilon, normed_[row]);
+    });
+    product(member, normed_[0], normed_.stride, rows, model_.head, storing(batch.logits, batch.logits_stride, nullptr));
+  }
+
+  void attention(const Batch& batch, const Layer& layer, Member& member) {
+    for_rows(member, batch.tokens, [&](int row) {
+      normalise(stream_[row], layer.input_norm, model_.hidden, model_.epsilon, normed_[row]);
+    });
+    product(member, normed_[0], normed_.stride, batch.tokens, layer.qkv, storing(qkv_[0], qkv_.stride, layer.qkv.bias));
+    for_rows(member, batch.tokens, [&](int row) { place(batch, layer, row); });
+    AttentionShape shape = shape_;
+    shape.window = layer.window;
+    member.each(static_cast<int>(tiles_.size()) * model_.key_heads, [&](int task) {
+      const Tile& tile = tiles_[task / model_.key_heads];
+      attend(shape, static_cast<const T*>(layer.keys), static_cast<const T*>(layer.values), model_.slots,
+             batch.span[tile.span], task % model_.key_heads, tile.first, tile.count, queries_[0], queries_.stride,
+             attended_[0], attended_.stride, *work_[member.number]);
+    });
+  }
+
+  void feed_forward(const Layer& layer, int rows, Member& member) {
+    for_rows(member, rows, [&](int row) {
+      normalise(stream_[row], layer.attention_norm, model_.hidden, model_.epsilon, normed_[row]);
+    });
+    const int panels = panels_of(model_.intermediate), groups = (rows + kTaskRows - 1) / kTaskRows;
+    member.each(panels * groups, [&](int task) {
+      const int panel = task / groups, begin = task % groups * kTaskRows, count = std::min(kTaskRows, rows - begin);
+      float gates[kTaskRows * kPanelColumns];
+      const T* from = normed_[begin];
+      multiply_panel(from, normed_.stride, count, layer.gate_up, 2 * panel, 1, [&](int row, auto size, auto& sums) {
+        for (int t = 0; t < kPanelTiles; t++) {
+          const __m512 more = vector_of(layer.gate_up.bias, 2 * panel * kPanelColumns + t * kLanes);
+          for (int r = 0; r < size; r++)
+            _mm512_storeu_ps(gates + (row + r) * kPanelColumns + t * kLanes,
+                             activated(_mm512_add_ps(sums[r][t], more), model_.activation));
+        }
+      });
+      const int ahead = 2 * member.threads() - 1;
+      multiply_panel(from, normed_.stride, count, layer.gate_up, 2 * panel + 1, ahead,
+                     [&](int row, auto size, auto& sums) {
+                       for (int t = 0; t < kPanelTiles; t++) {
+                         const __m512 more = vector_of(layer.gate_up.bias, (2 * panel + 1) * kPanelColumns + t * kLanes);
+                         for (int r = 0; r < size; r++)
+                           store(inner_[begin + row + r] + panel * kPanelColumns + t * kLanes,
+                                 _mm512_mul_ps(_mm512_add_ps(sums[r][t], more),
+                                               _mm512_loadu_ps(gates + (row + r) * kPanelColumns + t * kLanes)));
+                       }
+                     });
+    });
+    product(member, inner_[0], inner_.stride, rows, layer.down, adding(layer.down.bias));
+  }
+
+  // What a product does with its sums: they are added to the residual stream, or stored.
+  auto adding(const float* bias) {
+    return [this, bias](int row, auto size, int column, auto& sums) {
+      for (int t = 0; t < kPanelTiles; t++) {
+        const __m512 more = vector_of(bias, column + t * kLanes);
+        for (int r = 0; r < size; r++) {
+          float* to = stream_[row + r] + column + t * kLanes;
+          _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_add_ps(sums[r][t], more)));
+        }
+      }
+    };
+  }
+
+  auto storing(float* out, long stride, const float* bias) {
+    return [=](int row, auto size, int column, auto& sums) {
+      for (int t = 0; t < kPanelTiles; t++) {
+        const __m512 more = vector_of(bias, column + t * kLanes);
+        for (int r = 0; r < size; r++)
+          _mm512_storeu_ps(out + (row + r) * stride + column + t * kLanes, _mm512_add_ps(sums[r][t], more));
+      }
+    };
+  }
+
+  void embed(int64_t id, float* row) {
+    const T* from = static_cast<const T*>(model_.embedding) + id * model_.hidden;
+    for (int i = 0; i < model_.hidden; i += kLanes) {
+      const __mmask16 mask = lanes_below(model_.hidden - i);
+      store(row + i, load(from + i, mask), mask);
+    }
+  }
+
+  // Norms and rotation of one token's heads; its key and value go to the cache.
+  void place(const Batch& batch, const Layer& layer, int row) {
+    const int dim = model_.head_dim, half = model_.rotary_dim / 2;
+    const float* cosines = batch.cosines + batch.positions[row] * half;
+    const float* sines = batch.sines + batch.positions[row] * half;
+    float* from = qkv_[row];
+    for (int head = 0; head < model_.heads; head++, from += dim)
+      rotate(from, layer.query_norm, cosines, sines, queries_[row] + head * dim);
+    for (int head = 0; head < model_.key_heads; head++, from += dim)
+      rotate(from, layer.key_norm, cosines, sines, static_cast<T*>(layer.keys) + (head * model_.slots + batch.slots[row]) * dim);
+    for (int head = 0; head < model_.key_heads; head++, from += dim) {
+      T* to = static_cast<T*>(layer.values) + (head * model_.slots + batch.slots[row]) * dim;
+      for (int i = 0; i < dim; i += kLanes) store(to + i, load(from + i, lanes_below(dim - i)), lanes_below(dim - i));
+    }
+  }
+
+  void rotate(float* head, const float* norm, const float* cosines, const float* sines, T* out) {
+    const int dim = model_.head_dim, half = model_.rotary_dim / 2;
+    if (norm) normalise(head, norm, dim, model_.epsilon, head);
+    for (int i = 0; i < half; i += kLanes) {
+      const __mmask16 mask = lanes_below(half - i);
+      const __m512 a = load(head + i, mask), b = load(head + half + i, mask);
+      const __m512 c = load(cosines + i, mask), s = load(sines + i, mask);
+      store(out + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), mask);
+      store(out + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), mask);
+    }
+    for (int i = 2 * half; i < dim; i += kLanes)
+      store(out + i, load(head + i, lanes_below(dim - i)), lanes_below(dim - i));
+  }
+
+  // After the last layer's attention only the rows that sample matter: they move to the front. How many they are.
+  int keep_sampled(const Batch& batch, Member& member) {
+    const auto move = [&](auto& rows) {
+      auto kept = Rows<std::decay_t<decltype(rows[0][0])>>(batch.samples, rows.stride);
+      for (int i = 0; i < batch.samples; i++) std::copy_n(rows[batch.sampled[i]], rows.stride, kept[i]);
+      for (int i = 0; i < batch.samples; i++) std::copy_n(kept[i], rows.stride, rows[i]);
+    };
+    member.each(2, [&](int task) { task == 0 ? move(stream_) : move(attended_); });
+    return batch.samples;
+  }
+
+  template <class Task>
+  void for_rows(Member& member, int rows, Task&& task) {
+    member.each((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int group) {
+      for (int row = group * kRowsPerTask; row < std::min(rows, (group + 1) * kRowsPerTask); row++) task(row);
+    });
+  }
+
+  const Model model_;
+  const int threads_;
+  Team team_;
+  const AttentionShape shape_;
+  Rows<float> stream_, qkv_;
+  Rows<T> normed_, queries_, attended_, inner_;
+  std::vector<std::unique_ptr<Workspace<T>>> work_;
+  std::vector<Tile> tiles_;
+};
+
+// [outputs, inputs], in `type`, into panels number `first`, `first + every`, ...
+template <class T>
+void pack(const T* weights, int outputs, int inputs, int first, int every, T* panels, int threads) {
+  const int steps = steps_of<T>(inputs);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int panel = 0; panel < panels_of(outputs); panel++) {
+    T* to = panels + (first + static_cast<size_t>(panel) * every) * steps * kPanelColumns * kStep<T>;
+    for (int tile = 0; tile < kPanelTiles; tile++)
+      for (int begin = 0; begin < steps; begin += kLanes) {
+        const int elements = inputs - begin * kStep<T>;
+        __m512i block[kLanes];
+        for (int i = 0; i < kLanes; i++) {
+          const int output = panel * kPanelColumns + tile * kLanes + i;
+          const T* from = weights + static_cast<size_t>(output) * inputs + begin * kStep<T>;
+          if (output >= outputs)
+            block[i] = _mm512_setzero_si512();
+          else if constexpr (sizeof(T) == 2)
+            block[i] = _mm512_maskz_loadu_epi16(elements >= 32 ? ~0u : (1u << elements) - 1, from);
+          else
+            block[i] = _mm512_maskz_loadu_epi32(lanes_below(elements), from);
+        }
+        transpose(block);
+        for (int i = 0; i < std::min(kLanes, steps - begin); i++)
+          _mm512_storeu_si512(to + (static_cast<size_t>(begin + i) * kPanelTiles + tile) * kLanes * kStep<T>, block[i]);
+      }
+  }
+}
+
+}  // namespace headrace
+
+using namespace headrace;
+
+extern "C" {
+
+// `half` says that elements are bf16 and not float, in all calls alike.
+
+long headrace_packed_bytes(int outputs, int inputs, int half) {
+  const int steps = half ? steps_of<bf16>(inputs) : steps_of<float>(inputs);
+  return static_cast<long>(panels_of(outputs)) * kPanelColumns * steps * sizeof(int);
+}
+
+void headrace_pack(const void* weights, int outputs, int inputs, int half, int first, int every, void* panels, int threads) {
+  if (half)
+    pack(static_cast<const bf16*>(weights), outputs, inputs, first, every, static_cast<bf16*>(panels), threads);
+  else
+    pack(static_cast<const float*>(weights), outputs, inputs, first, every, static_cast<float*>(panels), threads);
+}
+
+Decoder* headrace_decoder(const Model* model, int half, int tokens_max, int threads) {
+  if (half) return new TypedDecoder<bf16>(*model, tokens_max, threads);
+  return new TypedDecoder<float>(*model, tokens_max, threads);
+}
+
+void headrace_step(Decoder* decoder, const Batch* batch) { decoder->step(*batch); }
+
+void headrace_free(Decoder* decoder) { delete decoder; }
+}
