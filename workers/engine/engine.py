@@ -6,6 +6,7 @@ changes under a step; after each step the event loop is called once, with all th
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from shared.errors import EngineFailed, HeadraceError
 from shared.wire import Input, Logprob, Sampling
 from workers.engine.blocks import BlockPool
 from workers.engine.checks import check_ids, check_length, check_sampling
+from workers.engine.out_of_memory import give_back, is_lost, is_out_of_memory
 from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
 from workers.engine.runs import Choice, Run
 from workers.engine.scheduler import Admission, Fifo, Scheduler, Sequence, StepPlan
@@ -27,7 +29,15 @@ from workers.engine.text import TextSide
 FAILURES_MAX = 3  # steps that may raise with a sequence in them before it is given up
 UNREAD_STEPS_MAX = 2  # handed to the event loop and not yet taken: over it the engine waits, whatever its speed
 
+LOST = (
+    -math.inf
+)  # as the begin of the step now running: longer ago than any limit, so that the worker gives up and ends
+
 log = logging.getLogger(__name__)
+
+
+class DeviceLost(Exception):
+    """No later step can succeed in this process."""
 
 
 class Drawn(msgspec.Struct, gc=False):
@@ -139,6 +149,10 @@ class BatchEngine:
                 self._intake(events)
                 if not self._scheduler.idle:
                     self._step(events)
+            except DeviceLost:
+                log.critical("the device is lost, with %d runs", len(self._runs), exc_info=True)
+                self._step_started = LOST
+                return
             except Exception as error:  # a broken invariant of ours: nothing in this engine's state can be trusted
                 log.critical("the engine starts over, %d runs fail", len(self._runs), exc_info=True)
                 events = self._start_over(error)
@@ -206,10 +220,19 @@ class BatchEngine:
         assert plan.slices, "nothing to compute, and not idle"
         self._preemptions += plan.preempted
         self._step_started = time.monotonic()
+        shrunk = False
         try:
             drawn = self._runner.sample(plan, self._runner.forward(plan))
         except Exception as error:  # whatever a model or a kernel raises
-            self._step_raised(plan, error, events)
+            if is_lost(error):
+                raise DeviceLost(str(error)) from error
+            shrunk = is_out_of_memory(error) and self._scheduler.shrink(plan)
+            if not shrunk:
+                self._step_raised(plan, error, events)
+                return
+            log.warning("%s: steps are smaller from now on: %s", error, self._scheduler.limits)
+        if shrunk:
+            give_back()
             return
         if drawn.failed:
             plan, drawn = self._without_failed(plan, drawn, events)

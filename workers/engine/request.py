@@ -62,7 +62,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
-    step_started: float  # time.monotonic() when the step now running began; 0.0 between steps (the watchdog reads it)
+    step_started: float  # time.monotonic() when the step now running began; 0.0 between steps; -inf: the engine is lost
 
 
 class Engine(Protocol):

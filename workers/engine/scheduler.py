@@ -131,6 +131,7 @@ class Scheduler:
         self.slots = slots
         self.running: OrderedDict[Sequence, None] = OrderedDict()  # in the order of admission
         self.preemptions = 0
+        self.slots_limit = slots  # below `slots` once a step did not fit into memory
         self._prefill_chunk = prefill_chunk
         self._admission = admission
         self._suspects: OrderedDict[Sequence, None] = OrderedDict()
@@ -204,6 +205,23 @@ class Scheduler:
         self._release(sequence)
         self._suspects[sequence] = None
 
+    @property
+    def limits(self) -> str:
+        return f"{self.slots_limit} slots, {self._prefill_chunk} tokens of prompts"
+
+    def shrink(self, plan: StepPlan) -> bool:
+        """This step did not fit into memory: plan smaller ones from now on. False if there are none smaller."""
+        prefill = sum(part.count for part in plan.slices if part.count > 1)
+        if prefill:
+            self._prefill_chunk = max(1, prefill // 2)
+            return True
+        if len(plan.slices) == 1:
+            return False
+        self.slots_limit = len(plan.slices) // 2
+        while len(self.running) > self.slots_limit:
+            self._preempt(self._admission.victim(self.running))
+        return True
+
     def check(self) -> None:
         """Assert that every block and slot is either free or held by exactly one sequence in the batch."""
         self.pool.check()
@@ -230,7 +248,7 @@ class Scheduler:
     def _admit(self) -> bool:
         """Let the next sequence in, if it has a slot and the memory for all its tokens."""
         sequence = self._admission.head()
-        if sequence is None or not self._free_slots:
+        if sequence is None or len(self.running) >= self.slots_limit:
             return False
         # Each running sequence soon needs a block more: without one left for each, admission would end in preemption.
         if blocks_for(len(sequence.tokens)) + len(self.running) > self.pool.free:

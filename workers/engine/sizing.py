@@ -63,7 +63,7 @@ def _file_bytes(path: Path, itemsize: int) -> int:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(length)) if length < whole else {}
+            header = json.loads(file.read(min(length, whole)))
             return sum(
                 prod(tensor["shape"]) * itemsize
                 if tensor["dtype"] in FLOATING

@@ -7,7 +7,6 @@ draws on freely from there.
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,13 +17,13 @@ from shared.errors import EngineFailed, HeadraceError
 from shared.wire import Input, Sampling
 from workers.engine.blocks import blocks_for
 from workers.engine.checks import check_ids, check_length, check_sampling
+from workers.engine.engine import LOST
 from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
 from workers.engine.runs import Choice, Run
 from workers.engine.scheduler import Admission, Fifo
 from workers.engine.text import TextSide
 from workers.engine.vllm_params import logprob, parameters, refuse_what_differs
 
-LOST = -math.inf  # as the begin of the step now running: longer ago than any limit
 FINISHES = {"stop": "stop", "length": "length"}
 
 log = logging.getLogger(__name__)

@@ -41,5 +41,5 @@ class HostDevice(CudaDevice):
 def use_host_device(patch: pytest.MonkeyPatch, interpreted: bool = False) -> None:
     """Let `load` put models on a HostDevice."""
     patch.setattr(HostDevice, "interpreted", interpreted)
-    patch.setattr(model, "_device_side", lambda device: HostDevice)
+    patch.setattr(model, "_device_sides", lambda *arguments: [HostDevice])
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
