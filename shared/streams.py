@@ -1,5 +1,6 @@
 """Streams and consumers: what JetStream holds, through its JSON API."""
 
+import asyncio
 import base64
 from typing import Any
 
@@ -11,6 +12,8 @@ from shared.settings import Settings
 
 NOT_FOUND = {10014, 10037, 10059}  # consumer, message, stream
 NAME_IN_USE = {10058, 10148}
+READS = ("STREAM.MSG.GET.", "STREAM.INFO.", "CONSUMER.INFO.")
+CALL_S, READ_TRY_S, RETRY_S = 5.0, 1.5, 0.1
 SECOND = 1_000_000_000  # JetStream counts time in nanoseconds
 
 
@@ -63,6 +66,13 @@ def delivery_of(ack_subject: str) -> Delivery:
     return Delivery(int(tokens[offset + 1]), int(tokens[offset]), int(tokens[offset + 3]) // 1_000_000)
 
 
+def _reply(operation: str, answer: Any) -> dict[str, Any]:
+    reply: dict[str, Any] = msgspec.json.decode(answer.data)
+    if error := reply.get("error"):
+        raise ApiError(error.get("err_code", 0), f"{operation}: {error.get('description', '')}")
+    return reply
+
+
 class Streams:
     """Mixed into the bus. Every method raises Unavailable (ApiError with JetStream's number) when it cannot be done."""
 
@@ -72,12 +82,24 @@ class Streams:
         raise NotImplementedError("the bus provides it")
 
     async def api(self, operation: str, body: object = None) -> dict[str, Any]:
-        """One call of JetStream's API, e.g. `STREAM.INFO.REQ`."""
-        answer = await self.request(f"$JS.API.{operation}", msgspec.json.encode(body) if body is not None else b"", 5.0)
-        reply: dict[str, Any] = msgspec.json.decode(answer.data)
-        if error := reply.get("error"):
-            raise ApiError(error.get("err_code", 0), f"{operation}: {error.get('description', '')}")
-        return reply
+        """One call of JetStream's API, e.g. `STREAM.INFO.REQ`.
+
+        One that only reads is repeated for `publish_timeout_s`, as a publish is: in an election nobody answers.
+        """
+        data = msgspec.json.encode(body) if body is not None else b""
+        if not operation.startswith(READS):
+            return _reply(operation, await self.request(f"$JS.API.{operation}", data, CALL_S))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.settings.publish_timeout_s
+        while True:
+            try:
+                return _reply(operation, await self.request(f"$JS.API.{operation}", data, READ_TRY_S))
+            except ApiError:
+                raise
+            except Unavailable:
+                if loop.time() > deadline:
+                    raise
+                await asyncio.sleep(RETRY_S)
 
     async def ensure(self) -> None:
         """Create the streams and buckets that are missing; bring the configuration of the others up to date."""
