@@ -10,16 +10,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-import msgspec
-
 from controller.autoscaler import Lag, Sample, VersionFacts
 from controller.fleet import Member, SeenLease
 from shared import subjects
 from shared.bus import Bus, Message
-from shared.errors import Unavailable
+from shared.errors import Internal, Unavailable
 from shared.keyvalue import Watch
-from shared.records import Lease, Version, VersionLimits, decode_lease, decode_version
+from shared.records import Lease, Version, VersionLimits, lease_at, version_at, version_key, worker_key
 from shared.settings import Settings
+from shared.wire import Malformed
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +59,18 @@ class Observer:
             await watch.close()
 
     def _on_record(self, key: str, value: bytes | None) -> None:
-        model, version = subjects.names_of(key)
-        name = (model, version)
+        try:
+            name = version_key(key)
+            record = None if value is None else version_at(key, value)
+        except Internal as error:
+            log.error("version %s stays as it was: %s", key, error)
+            return
         before = self.records.get(name)
-        if value is None:
-            if self.records.pop(name, None) is not None:
-                self.removed.add(name)
-        else:
-            try:
-                self.records[name] = decode_version(value)
-            except msgspec.DecodeError as error:
-                log.error("the record of %s@%s cannot be read: %s", model, version, error)
-                return
+        if record is not None:
+            self.records[name] = record
             self.removed.discard(name)
+        elif self.records.pop(name, None) is not None:
+            self.removed.add(name)
         after = self.records.get(name)
         if (before and before.state) != (after and after.state):
             self.state_since[name] = time.monotonic()
@@ -80,17 +78,17 @@ class Observer:
 
     def _on_lease(self, key: str, value: bytes | None) -> None:
         now = time.monotonic()
-        (worker,) = subjects.names_of(key)
+        try:
+            worker = worker_key(key)
+            lease = None if value is None else lease_at(key, value)
+        except Internal as error:
+            log.error("the lease of worker %s is not taken: %s", key, error)
+            return
         seen = self.leases.get(worker)
-        if value is None:
+        if lease is None:
             if seen is not None:
                 seen.deleted = seen.silent = True
                 self.changed.set()
-            return
-        try:
-            lease = decode_lease(value)
-        except msgspec.DecodeError as error:
-            log.error("the lease of worker %s cannot be read: %s", worker, error)
             return
         self._note_busy(lease, seen.lease if seen else None, now)
         if seen is None or seen.lease.state != lease.state or seen.silent:
@@ -112,7 +110,10 @@ class Observer:
             self._busy_at[name] = max(self._busy_at.get(name, now - ago_s), now - ago_s)
 
     def _on_wake(self, message: Message) -> None:
-        name = subjects.version_of_wake(message.subject)
+        try:
+            name = subjects.version_of_wake(message.subject)
+        except ValueError as error:
+            raise Malformed(str(error)) from None
         served = any(
             (seen.lease.model, seen.lease.version) == name and seen.lease.state in ("starting", "active")
             for seen in self.leases.values()

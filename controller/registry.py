@@ -6,7 +6,9 @@ first and the record comes last, so that a record always has its files. The cont
 """
 
 import asyncio
+import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -15,9 +17,11 @@ from controller import packing
 from controller.packing import OnProgress
 from shared import manifests, records, subjects
 from shared.bus import Bus
-from shared.errors import BadRequest, Conflict, ModelNotFound, Unavailable, VersionFailed, VersionNotFound
+from shared.errors import BadRequest, Conflict, Internal, ModelNotFound, Unavailable, VersionFailed, VersionNotFound
 from shared.objects import ObjectStore
-from shared.records import EngineSettings, Route, Version, VersionLimits, Weight
+from shared.records import EngineSettings, Record, Route, Version, VersionLimits, Weight
+
+log = logging.getLogger(__name__)
 
 SIMULATED = "sim:"
 STABLE = "stable"
@@ -111,7 +115,7 @@ async def wait_available(bus: Bus, model: str, version: str, timeout_s: float) -
 
     def on_change(changed: str, value: bytes | None) -> None:
         if changed == key and value is not None:
-            seen.append(records.decode_version(value))
+            seen.append(records.version_at(key, value))
             if seen[-1].state != "registered":
                 settled.set()
 
@@ -141,15 +145,14 @@ async def find_route(bus: Bus, model: str) -> Route | None:
 
 async def list_versions(bus: Bus, model: str | None = None) -> list[Version]:
     """All versions, of one model or of all, by model and age."""
-    found = [records.decode_version(value) for value in await read_bucket(bus, subjects.MODELS_BUCKET)]
+    found = await read_bucket(bus, subjects.MODELS_BUCKET, records.version_at)
     chosen = [record for record in found if model in (None, record.model)]
     return sorted(chosen, key=lambda record: (record.model, record.created, record.version))
 
 
 async def list_routes(bus: Bus) -> dict[str, Route]:
     """The routes, by model."""
-    found = [records.decode_route(value) for value in await read_bucket(bus, subjects.ROUTES_BUCKET)]
-    return {route.model: route for route in found}
+    return {route.model: route for route in await read_bucket(bus, subjects.ROUTES_BUCKET, records.route_at)}
 
 
 async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Route:
@@ -214,8 +217,8 @@ def _check_name(param: str, name: str) -> None:
         raise BadRequest(f"{param}: {name!r} has an '@', white space at an end or a control character", param=param)
 
 
-async def read_bucket(bus: Bus, bucket: str) -> list[bytes]:
-    """All values of a bucket now."""
+async def read_bucket(bus: Bus, bucket: str, decode: Callable[[str, bytes], Record]) -> list[Record]:
+    """All records of a bucket now, less those that cannot be read: of these a log tells."""
     values: dict[str, bytes] = {}
 
     def on_value(key: str, value: bytes | None) -> None:
@@ -225,4 +228,10 @@ async def read_bucket(bus: Bus, bucket: str) -> list[bytes]:
 
     watch = await bus.watch(bucket, on_value)
     await watch.close()
-    return list(values.values())
+    found = []
+    for key, value in values.items():
+        try:
+            found.append(decode(key, value))
+        except Internal as error:
+            log.warning("left out: %s", error)
+    return found

@@ -90,7 +90,7 @@ class Versions:
     async def _guarded(self, name: VersionKey, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except (Unavailable, TimeoutError) as error:
+        except (HeadraceError, TimeoutError) as error:
             self._not_before[name] = time.monotonic() + RETRY_S
             log.warning("%s@%s: %s; trying again", *name, error)
         except Exception:  # a defect, or a record that nobody foresaw: it must not stop the loop for the other versions

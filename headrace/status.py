@@ -64,7 +64,7 @@ async def collect(settings: Settings, stack: state.StackState | None) -> Status:
     bus = await Bus.connect(settings, "status")
     try:
         versions, routes = await asyncio.gather(registry.list_versions(bus), registry.list_routes(bus))
-        leases = [records.decode_lease(value) for value in await registry.read_bucket(bus, subjects.WORKERS_BUCKET)]
+        leases = await registry.read_bucket(bus, subjects.WORKERS_BUCKET, records.lease_at)
         queue = await _queue(bus, versions)
     finally:
         await bus.close()

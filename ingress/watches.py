@@ -3,10 +3,9 @@
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ingress.router import Router
 from shared import records, subjects
+from shared.errors import Internal
 
 if TYPE_CHECKING:
     from shared.bus import Bus
@@ -40,25 +39,25 @@ class Watches:
 
     def on_version(self, key: str, value: bytes | None) -> None:
         """A version's record is new, changed, or (None) deleted."""
-        if value is None:
-            model, version = subjects.names_of(key)
-            self._router.drop_version(model, version)
-            return
         try:
-            record = records.decode_version(value)
-        except msgspec.MsgspecError as error:
-            log.error("the record of version %s cannot be read, the one before it stays: %s", key, error)
+            model, version = records.version_key(key)
+            record = None if value is None else records.version_at(key, value)
+        except Internal as error:
+            log.error("version %s stays as it was: %s", key, error)
+            return
+        if record is None:
+            self._router.drop_version(model, version)
+            self._dispatcher.version_removed(model, version)
             return
         self._router.put_version(record)
         self._dispatcher.version_changed(record)
 
     def on_route(self, key: str, value: bytes | None) -> None:
         """A model's route is new, changed, or (None) deleted."""
-        if value is None:
-            (model,) = subjects.names_of(key)
-            self._router.drop_route(model)
-            return
         try:
-            self._router.put_route(records.decode_route(value))
-        except msgspec.MsgspecError as error:
-            log.error("the route of %s cannot be read, the one before it stays: %s", key, error)
+            if value is None:
+                self._router.drop_route(records.model_key(key))
+            else:
+                self._router.put_route(records.route_at(key, value))
+        except Internal as error:
+            log.error("the route of %s stays as it was: %s", key, error)

@@ -17,7 +17,16 @@ import msgspec
 
 from shared import subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
-from shared.errors import HeadraceError, QueueFull, StreamGone, TooLarge, VersionFailed
+from shared.errors import (
+    HeadraceError,
+    Internal,
+    QueueFull,
+    StreamGone,
+    TooLarge,
+    VersionFailed,
+    VersionNotFound,
+    VersionRetired,
+)
 from shared.locate import Located, locate, revoke
 from shared.records import Version
 from shared.requester import (
@@ -47,6 +56,7 @@ TICK_S = 0.1
 RELEASE_DELAY_S = 0.005  # a release waits this long for company; an attach takes along what waits
 TTL_MARGIN_S = 60
 READERS_MAX = 16  # of one request in one process
+REFUSED_AFTER_S = 1.5  # a version out of service may have workers still: time enough to find one
 WAKE_QUIET_S = 1.0  # a version that was heard of this recently needs no wake hint
 
 
@@ -72,6 +82,7 @@ class Dispatcher:
         self._outgoing: dict[str, list[wire.Attach | wire.Release]] = {}
         self._outgoing_wake = asyncio.Event()
         self._heard: dict[tuple[str, str], float] = {}
+        self._refused: dict[tuple[str, str], HeadraceError] = {}  # versions out of service
         self._background: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -202,12 +213,24 @@ class Dispatcher:
         return await revoke(self._bus, self._settings, rid, tenant, seq)
 
     def version_changed(self, version: Version) -> None:
-        """A version that failed takes no more requests: those that wait for it end with its reason."""
+        """A version that is out of service takes no more requests: those that wait for it end with the reason."""
+        name = f"{version.model}@{version.version}"
         if version.state == "failed":
-            error = VersionFailed(f"{version.model}@{version.version} cannot be served: {version.reason}")
-            for stream in list(self._open()):
-                if (stream.model, stream.version) == (version.model, version.version):
-                    self.act(stream, stream.requester.unavailable(error, time.monotonic()))
+            self._refuse(version.model, version.version, VersionFailed(f"{name} cannot be served: {version.reason}"))
+        elif version.state == "retired":
+            self._refuse(version.model, version.version, VersionRetired(f"{name} was taken out of service"))
+        else:
+            self._refused.pop((version.model, version.version), None)
+
+    def version_removed(self, model: str, version: str) -> None:
+        """There is no such version any more."""
+        self._refuse(model, version, VersionNotFound(f"{model}@{version} was removed"))
+
+    def _refuse(self, model: str, version: str, error: HeadraceError) -> None:
+        self._refused[model, version] = error
+        for stream in list(self._open()):
+            if (stream.model, stream.version) == (model, version):
+                self.act(stream, stream.requester.unavailable(error, time.monotonic()))
 
     # -- what arrives --------------------------------------------------------------------------------------------------
 
@@ -221,18 +244,31 @@ class Dispatcher:
                     self._release(action)
                 continue
             requester = stream.requester
-            if isinstance(item, wire.Frame):
-                actions = requester.frame(worker, item, now)
-            elif isinstance(item, wire.Accepted):
-                actions = requester.accepted(worker, item, now)
-                self._heard[stream.model, stream.version] = now
-            elif isinstance(item, wire.Ok):
-                actions = requester.ok(worker, item, now)
-            elif isinstance(item, wire.Wait):
-                actions = requester.wait(worker, item, now)
-            else:
-                actions = requester.no(worker, item, now)
-            self.act(stream, actions)
+            try:
+                if isinstance(item, wire.Frame):
+                    if not wire.is_even(item):
+                        self._bus.note_malformed(message.subject, wire.Malformed("a frame's lists differ in length"))
+                        continue
+                    actions = requester.frame(worker, item, now)
+                elif isinstance(item, wire.Accepted):
+                    actions = requester.accepted(worker, item, now)
+                    self._heard[stream.model, stream.version] = now
+                elif isinstance(item, wire.Ok):
+                    actions = requester.ok(worker, item, now)
+                elif isinstance(item, wire.Wait):
+                    actions = requester.wait(worker, item, now)
+                else:
+                    actions = requester.no(worker, item, now)
+                self.act(stream, actions)
+            except Exception:
+                self._break(stream)
+
+    def _break(self, stream: Stream) -> None:
+        """A defect of ours ends the request that it met, and no other."""
+        log.exception("request %s cannot go on", stream.rid)
+        stream.requester.ended = True
+        self._forget(stream)
+        stream.end(Internal(f"a defect of ours; the logs say more about request {stream.rid}"))
 
     def _on_control(self, message: Message) -> None:
         if message.status == NO_RESPONDERS:
@@ -340,9 +376,18 @@ class Dispatcher:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             for stream in list(self._open()):
-                due = stream.requester.next_tick()
-                if due is not None and due <= now:
-                    self.act(stream, stream.requester.tick(now))
+                try:
+                    self._tick_one(stream, now)
+                except Exception:
+                    self._break(stream)
+
+    def _tick_one(self, stream: Stream, now: float) -> None:
+        requester = stream.requester
+        if (stream.model, stream.version) in self._refused and requester.unserved_s(now) > REFUSED_AFTER_S:
+            self.act(stream, requester.unavailable(self._refused[stream.model, stream.version], now))
+        due = requester.next_tick()
+        if due is not None and due <= now:
+            self.act(stream, requester.tick(now))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guard(work))

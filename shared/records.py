@@ -1,28 +1,40 @@
 """What the KV buckets hold. One writer each: the registry (models, routes), a worker (its lease); ingresses (idempotency)."""
 
-import msgspec
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
+import msgspec
+from msgspec import Meta
+
+from shared import subjects
+from shared.errors import Internal
 from shared.wire import Logprob, Request, Usage, WireError
+
+SLOTS_MAX = 65_536
+BLOCKS_MAX = 1 << 22  # 64 Mi tokens
+
+Record = TypeVar("Record")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
     """How a version is served; `--set NAME=VALUE` of `headrace models push`."""
 
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    max_model_len: int | None = None  # tokens; None: the model's own
-    slots: int | None = None  # sequences in a batch; None: from memory
-    kv_blocks: int | None = None  # blocks of 16 tokens; None: from memory
-    prefill_chunk: int = 512  # prompt tokens in one step at most
+    max_model_len: Annotated[int, Meta(ge=1)] | None = None  # tokens; None: the model's own
+    slots: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] | None = None  # sequences in a batch; None: from memory
+    kv_blocks: Annotated[int, Meta(ge=1, le=BLOCKS_MAX)] | None = None  # blocks of 16 tokens; None: from memory
+    prefill_chunk: Annotated[int, Meta(ge=1)] = 512  # prompt tokens in one step at most
     engine: str = "headrace"  # headrace | vllm: another engine behind the same protocol, an optional extra
+    tensor_parallel: int = 1  # GPUs that share the model; more than one with engine=vllm only
     kv_dtype: str = "auto"  # of keys and values: auto (the model's) | int8 | fp8 (on a GPU)
     kernels: str = "auto"  # on a CPU: auto (our own where they fit) | torch
     attention: str = "auto"  # on a GPU: auto | triton | varlen | torch
 
 
 class VersionLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
-    min_replicas: int = 0
-    max_replicas: int | None = None  # None: as many as there are devices
-    idle_seconds: float | None = None  # None: the controller's setting
+    min_replicas: Annotated[int, Meta(ge=0)] = 0
+    max_replicas: Annotated[int, Meta(ge=0)] | None = None  # None: as many as there are devices
+    idle_seconds: Annotated[float, Meta(ge=0)] | None = None  # None: the controller's setting
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -42,7 +54,7 @@ class Version(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 class Weight(msgspec.Struct, frozen=True, array_like=True):
     version: str
-    basis_points: int
+    basis_points: Annotated[int, Meta(ge=0, le=10_000)]
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -109,17 +121,71 @@ encode = msgspec.json.encode
 encode_key_record = msgspec.msgpack.Encoder().encode
 
 
-def decode_key_record(raw: bytes) -> KeyRecord:
-    return msgspec.msgpack.decode(raw, type=KeyRecord)
+def _decoder(decode: Callable[[bytes], Record], what: str) -> Callable[[bytes], Record]:
+    """`decode`, with Internal for everything that it can raise."""
+
+    def checked(raw: bytes) -> Record:
+        try:
+            return decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise Internal(f"{what} cannot be read: {error}") from None
+
+    return checked
 
 
-def decode_version(raw: bytes) -> Version:
-    return msgspec.json.decode(raw, type=Version)
+decode_key_record = _decoder(msgspec.msgpack.Decoder(KeyRecord).decode, "the record of an idempotency key")
+decode_version = _decoder(msgspec.json.Decoder(Version).decode, "the record of a version")
+decode_route = _decoder(msgspec.json.Decoder(Route).decode, "the route of a model")
+decode_lease = _decoder(msgspec.json.Decoder(Lease).decode, "the lease of a worker")
 
 
-def decode_route(raw: bytes) -> Route:
-    return msgspec.json.decode(raw, type=Route)
+def version_key(key: str) -> tuple[str, str]:
+    """Model and version of a key in the bucket `models`. Raises Internal."""
+    model, version = _names(key, 2)
+    return model, version
 
 
-def decode_lease(raw: bytes) -> Lease:
-    return msgspec.json.decode(raw, type=Lease)
+def model_key(key: str) -> str:
+    """The model of a key in the bucket `routes`. Raises Internal."""
+    return _names(key, 1)[0]
+
+
+def worker_key(key: str) -> str:
+    """The worker of a key in the bucket `workers`. Raises Internal."""
+    return _names(key, 1)[0]
+
+
+def version_at(key: str, raw: bytes) -> Version:
+    """What is stored under `key` in the bucket `models`. Raises Internal, also when it is not of that key."""
+    record = decode_version(raw)
+    _belongs((record.model, record.version) == version_key(key), key)
+    return record
+
+
+def route_at(key: str, raw: bytes) -> Route:
+    """What is stored under `key` in the bucket `routes`. Raises Internal, also when it is not of that key."""
+    route = decode_route(raw)
+    _belongs(route.model == model_key(key), key)
+    return route
+
+
+def lease_at(key: str, raw: bytes) -> Lease:
+    """What is stored under `key` in the bucket `workers`. Raises Internal, also when it is not of that key."""
+    lease = decode_lease(raw)
+    _belongs(lease.worker == worker_key(key), key)
+    return lease
+
+
+def _names(key: str, count: int) -> list[str]:
+    try:
+        names = subjects.names_of(key)
+    except ValueError as error:
+        raise Internal(f"{key} is no key of ours: {error}") from None
+    if len(names) != count:
+        raise Internal(f"{key} is no key of ours: {len(names)} names for {count}")
+    return names
+
+
+def _belongs(holds: bool, key: str) -> None:
+    if not holds:
+        raise Internal(f"what is stored under {key} is of another key")

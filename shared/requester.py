@@ -172,6 +172,10 @@ class Requester:
         """When the first claim was adopted; None: the request is still queued."""
         return self._accepted_at
 
+    def unserved_s(self, now: float) -> float:
+        """For how long no worker has had it; 0: one has."""
+        return 0.0 if self.ended or self.worker is not None else now - self._seek_since
+
     def generation_left_s(self, now: float) -> float:
         """What a re-publish may promise: what is left of the generation deadline."""
         return self.limits.generation_s if self._accepted_at is None else max(0.0, self._deadline - now)

@@ -169,6 +169,12 @@ class Frame(msgspec.Struct, tag="f", array_like=True):
     error: WireError | None = None  # ends the request
 
 
+def is_even(frame: Frame) -> bool:
+    """Whether a frame has as many texts, and log probabilities if any, as ids."""
+    count = len(frame.ids)
+    return len(frame.text) == count and (frame.logprobs is None or len(frame.logprobs) == count)
+
+
 class Ok(msgspec.Struct, tag="o", array_like=True):
     """Answer to attach: this claim sends to `sid` what follows the attach's ids; if it gave a digest, all from 0 on."""
 

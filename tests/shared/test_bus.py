@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared import subjects
+from shared import subjects, wire
 from shared.bus import Bus, Message
 from shared.errors import QueueFull, TooLarge, Unavailable
 from shared.pull import Puller
@@ -265,3 +265,63 @@ def test_a_stopped_puller_swallows_no_message(nats_server: Any) -> None:
 def test_both_forms_of_ack_subject_are_understood(subject: str) -> None:
     delivery = delivery_of(subject)
     assert (delivery.sequence, delivery.delivered, delivery.stored_ms) == (17, 3, 1795997726261)
+
+
+def test_headers_that_are_no_text_end_nothing(nats_server: Any) -> None:
+    async def work(bus: Bus) -> None:
+        heard: list[Message] = []
+        await bus.subscribe("heard", heard.append)
+        host, _, port = nats_server.url.removeprefix("nats://").rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b'CONNECT {"verbose":false,"headers":true}\r\n')
+        for head in (b"NATS/1.0 \xff\xff\xff\r\n\r\n", b"NATS/1.0 503 \xff\r\n\r\n", b"NATS/1.0\r\n\xff: \xff\r\n\r\n"):
+            writer.write(b"HPUB heard %d %d\r\n%b\r\n" % (len(head), len(head), head))
+        await writer.drain()
+        await bus.publish("heard", b"after them")
+        await until(lambda: heard and heard[-1].data == b"after them", 3.0)
+        assert bus.reconnects == 0
+        writer.close()
+
+    with_bus(Settings(nats_url=nats_server.url), work)
+
+
+def test_what_is_no_subject_is_dropped_and_the_connection_stays(nats_url: str) -> None:
+    async def work(bus: Bus) -> None:
+        for subject in ("", "a b", "a\r\nPUB b 1\r\nx", "x" * 5000, "\N{SNOWMAN}"):
+            assert not await bus.publish(subject, b"x")
+            assert not await bus.publish("tok.a.b", b"x", reply=subject or " ")
+        assert bus.dropped == 10
+        await bus.request("$JS.API.INFO")
+        assert bus.reconnects == 0
+
+    with_bus(Settings(nats_url=nats_url), work)
+
+
+def test_strange_messages_are_counted_and_told_once(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(bus: Bus) -> None:
+        decoded = []
+        await bus.subscribe("strange", lambda message: decoded.append(wire.decode_about(message.data)))
+        for _ in range(50):
+            await bus.publish("strange", b"\xc1")
+        await bus.publish("strange", wire.encode(wire.About("r", "t")))
+        await until(lambda: decoded)
+        assert bus.malformed == 50
+
+    with_bus(Settings(nats_url=nats_url), work)
+    assert len([record for record in caplog.records if "none of ours" in record.message]) == 1
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_watch_is_ready_though_its_callback_fails(nats_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(bus: Bus) -> None:
+        await bus.kv_put(subjects.ROUTES_BUCKET, "a", b"1")
+
+        def fail(key: str, value: bytes | None) -> None:
+            raise ZeroDivisionError
+
+        async with asyncio.timeout(5):
+            watch = await bus.watch(subjects.ROUTES_BUCKET, fail)
+        await watch.close()
+
+    with_bus(Settings(nats_url=nats_server.url), work)
+    assert "was not handled" in caplog.text

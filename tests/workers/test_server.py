@@ -6,10 +6,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared import subjects, wire
-from shared.errors import BadRequest, ContextLength, HeadraceError, QueueDeadline, VersionFailed
+from shared.errors import (
+    BadRequest,
+    ContextLength,
+    HeadraceError,
+    QueueDeadline,
+    VersionFailed,
+    VersionNotFound,
+    VersionRetired,
+)
 from shared.records import Version
 from workers.main import EXIT_FAILED, EXIT_HUNG
 
@@ -152,6 +161,98 @@ def test_a_failed_version_ends_what_waits_for_it(run_fleet: RunFleet) -> None:
         await fleet.idle()
 
     run_fleet(work)
+
+
+def test_a_version_that_is_removed_or_retired_ends_what_waits_for_it(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        retired = Version(model="m", version="v", state="retired", source="s3")
+        for leave, wanted in (
+            (lambda: fleet.dispatcher.version_removed("m", "v"), VersionNotFound),
+            (lambda: fleet.dispatcher.version_changed(retired), VersionRetired),
+        ):
+            stream = await fleet.submit()
+            leave()
+            with pytest.raises(wanted):
+                await read(stream)
+            late = await fleet.submit()  # it was on its way already
+            with pytest.raises(wanted):
+                await read(late)
+        await fleet.idle()
+
+    run_fleet(work)
+
+
+def test_what_is_no_request_goes_to_the_dead_letters_and_the_worker_goes_on(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        good = msgspec.to_builtins(
+            wire.Request("a" * 32, "m", "v", wire.Input(prompt="x"), wire.Sampling(max_tokens=3))
+        )
+        home = {wire.HEADER_WIRE: "1", wire.HEADER_REPLY: "tok.t.c"}
+        encode = msgspec.msgpack.encode
+        number = 0
+
+        async def put(data: bytes, subject: str = "q.m.v.fast.t", **headers: str) -> None:
+            nonlocal number
+            number += 1
+            given = home | {name.replace("_", "-"): value for name, value in headers.items()}
+            await fleet.bus.publish_durable(subject, data, given | {wire.HEADER_MSG_ID: f"id{number}"})
+
+        await put(b"\xc1")
+        await put(encode(good)[:-3])
+        await put(b"[" * 100_000, Content_Type="application/json")
+        await put(encode(good), Hr_Wire="2")
+        for reply in ("", "a b", "$JS.API.STREAM.DELETE.REQ", "tok.t.*"):
+            await put(encode(good), Hr_Reply=reply)
+        for milliseconds in ("", "-5", "nan", "9" * 400, "9" * 5000):
+            await put(encode(good), Hr_Generation_Ms=milliseconds)
+        for choices in (0, -1, 10_000_000, 2**62):
+            await put(encode(good | {"sampling": {"n": choices}}))
+        for rid in ("", "a b", "x" * 100_000):
+            await put(encode(good | {"rid": rid}))
+        await put(encode(good | {"model": "other"}))
+        await put(encode(good), subject="q.m.v.fast.=FF")
+        # over what is left for more headers: stored all the same, by somebody who does not ask us
+        await fleet.bus.publish("q.m.v.fast.t", b"x" * (fleet.bus.payload_bytes_max + 30_000), headers=home)
+        number += 1
+        worker = fleet.spawn()
+        await fleet.active(worker)
+        assert len(await read(await fleet.submit(max_tokens=5))) == 5
+        await fleet.idle()
+        assert (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages == number
+        log = fleet.log(worker)
+        assert "Traceback" not in log
+        assert "connection lost" not in log
+
+    run_fleet(work)
+
+
+def test_strangers_on_control_subjects_disturb_nobody(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        worker = fleet.spawn()
+        await fleet.active(worker)
+        stream = await fleet.submit(max_tokens=60)
+        head = await stream.next(10)
+        evil = wire.encode(wire.ToWorker([wire.Attach(stream.rid, "s", "a\r\nPUB b 1\r\nx", [[1]])]))
+        far = wire.encode(wire.ToWorker([wire.Attach(stream.rid, "s", "tok.t.c", [[1], [2]])]))
+        frame = wire.Frame(stream.rid, "c", stream.requester.sid, 0, 5, [1], [])
+        uneven = wire.encode(wire.FromWorker(worker, [frame]))
+        injected = wire.encode(wire.FromWorker("w 1", [wire.Accepted("r", "c", 1, "", 0)]))
+        for data in (b"", b"\xc1", evil, far, wire.encode(42)):
+            await fleet.bus.publish(subjects.worker_control(worker), data)
+            await fleet.bus.publish(subjects.attach_broadcast("m", "v"), data)
+            await fleet.bus.publish(subjects.FIND, data, reply="nobody")
+            await fleet.bus.publish(subjects.CANCEL, data)
+        for data in (b"\xc1", uneven, injected):
+            await fleet.bus.publish(fleet.dispatcher.address, data)
+        assert sum(len(delta.ids) for delta in head + await read(stream)) == 60
+        assert stream.claims == 1
+        await fleet.idle()
+        log = fleet.log(worker)
+        assert "Traceback" not in log
+        assert "connection lost" not in log
+        assert fleet.bus.reconnects == 0
+
+    run_fleet(work, source="sim:fixed-20ms")
 
 
 def test_a_worker_drains_on_sigterm_and_hands_over_what_does_not_fit(run_fleet: RunFleet) -> None:
