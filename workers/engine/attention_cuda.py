@@ -47,19 +47,20 @@ def new_cache(shape: LayerShape, blocks: int, dtype: torch.dtype, device: torch.
     return Cache(keys, values, *scales)
 
 
-def choose_backend(
+def usable_backends(
     wanted: str, shapes: list[LayerShape], dtype: torch.dtype, kv_dtype: torch.dtype, capability: tuple[int, int]
-) -> str:
-    """`triton`, `varlen` or `torch`. Raises LoadRefused if what is wanted cannot be had; auto takes the first that can."""
+) -> list[str]:
+    """Those of `triton`, `varlen` and `torch` that can be had, the best first; only the one that is wanted, unless that is
+    `auto`. Raises LoadRefused, with the reasons, if there is none.
+    """
     if wanted not in BACKENDS:
         raise LoadRefused(f"attention is one of {', '.join(BACKENDS)}; not {wanted!r}")
-    reasons: dict[str, str] = {}
-    for name in BACKENDS[1:] if wanted == "auto" else (wanted,):
-        reason = _why_not(name, shapes, dtype, kv_dtype, capability)
-        if reason is None:
-            return name
-        reasons[name] = reason
-    raise LoadRefused("; ".join(f"attention={name}: {reason}" for name, reason in reasons.items()))
+    names = BACKENDS[1:] if wanted == "auto" else (wanted,)
+    reasons = {name: _why_not(name, shapes, dtype, kv_dtype, capability) for name in names}
+    usable = [name for name, reason in reasons.items() if reason is None]
+    if not usable:
+        raise LoadRefused("; ".join(f"attention={name}: {reason}" for name, reason in reasons.items()))
+    return usable
 
 
 def tiling_of(shapes: list[LayerShape], dtype: torch.dtype) -> Tiling:

@@ -1,6 +1,7 @@
 """All that is particular to a GPU when a model is loaded: attention, packing, the cache and its size, decode graphs."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from shared.records import EngineSettings
 from shared.wire import Sampling
 from workers.engine import attention, gate, sizing
 from workers.engine.attention import Layer
-from workers.engine.attention_cuda import Cache, VarlenLayer, choose_backend, new_cache, tiling_of
+from workers.engine.attention_cuda import Cache, VarlenLayer, new_cache, tiling_of, usable_backends
 from workers.engine.attention_plan import SPLITS_MAX
 from workers.engine.batch_cuda import CudaCurrent, CudaPacker
 from workers.engine.blocks import BLOCK_TOKENS, blocks_for
@@ -43,26 +44,20 @@ def block_bytes(shapes: list[LayerShape], kv_dtype: torch.dtype) -> int:
     return BLOCK_TOKENS * of_token
 
 
-def cuda_device(
-    model: Any,
-    shapes: list[LayerShape],
-    sampler: Sampler,
-    settings: EngineSettings,
-    dtype: torch.dtype,
-    slots: int,
-    max_model_len: int,
-) -> Device:
-    """The device's side of `model`. Raises LoadRefused for an attention or a cache that cannot be had."""
+def cuda_devices(
+    model: Any, shapes: list[LayerShape], settings: EngineSettings, dtype: torch.dtype
+) -> list[Callable[..., Device]]:
+    """What can serve the model on its GPU, the best first; each is called like PlainDevice. Raises LoadRefused."""
     capability = torch.cuda.get_device_capability(model.device)
-    backend = choose_backend(settings.attention, shapes, dtype, kv_dtype_of(settings, dtype), capability)
-    log.info("attention: %s", backend)
-    if backend == "torch":
-        return PlainDevice(model, shapes, sampler, settings, dtype, slots, max_model_len)
-    return CudaDevice(model, shapes, sampler, settings, dtype, slots, max_model_len, backend)
+    kv_dtype = kv_dtype_of(settings, dtype)
+    names = usable_backends(settings.attention, shapes, dtype, kv_dtype, capability)
+    log.info("attention that can be had: %s", ", ".join(names))
+    kinds: dict[str, Callable[..., Device]] = {"triton": TritonDevice, "varlen": VarlenDevice, "torch": PlainDevice}
+    return [kinds[name] for name in names]
 
 
 class CudaDevice:
-    """The `Device` of a GPU with the attention of attention_cuda.py."""
+    """The `Device` of a GPU; which attention it has is for its kinds to say."""
 
     def __init__(
         self,
@@ -73,7 +68,6 @@ class CudaDevice:
         dtype: torch.dtype,
         slots: int,
         max_model_len: int,
-        backend: str,
     ) -> None:
         self._device: torch.device = model.device
         self._shapes = shapes
@@ -81,7 +75,6 @@ class CudaDevice:
         self._slots = slots
         self._max_model_len = max_model_len
         self.kv_dtype = kv_dtype_of(settings, dtype)
-        self.backend = backend
         self._tiling = tiling_of(shapes, dtype)
         self._current = CudaCurrent()
         self._tokens_max = max(slots + settings.prefill_chunk, gate.STEP_TOKENS_MAX)
@@ -116,16 +109,14 @@ class CudaDevice:
         return blocks
 
     def finish(self) -> None:
-        """Record the decode graphs, where the attention can be recorded: they keep the cache's addresses."""
-        if self.backend == "triton":
-            self.runner.capture(self._slots, GraphRecorder())
+        """Nothing needs the final cache."""
 
     def _layer(self, cache: Cache) -> Layer:
-        if self.backend == "varlen":
-            return VarlenLayer(self._current, cache)
-        from workers.engine.attention_triton import TritonLayer  # triton belongs to the CUDA builds of torch only
+        raise NotImplementedError
 
-        return TritonLayer(self._current, cache, self._tiling)
+    def _graph_bytes(self) -> int:
+        """What decode graphs will take."""
+        return 0
 
     @torch.inference_mode()
     def _trial_bytes(self) -> int:
@@ -145,8 +136,26 @@ class CudaDevice:
         widest = max(shape.query_heads * (shape.value_dim + 1) for shape in self._shapes)
         return self._slots * SPLITS_MAX * widest * torch.float32.itemsize
 
+
+class VarlenDevice(CudaDevice):
+    """With torch's own attention, whose lengths are the host's: it cannot be recorded."""
+
+    def _layer(self, cache: Cache) -> Layer:
+        return VarlenLayer(self._current, cache)
+
+
+class TritonDevice(CudaDevice):
+    """With our paged kernel, and decode steps from graphs."""
+
+    def finish(self) -> None:
+        """Record the decode graphs: they keep the cache's addresses."""
+        self.runner.capture(self._slots, GraphRecorder())
+
+    def _layer(self, cache: Cache) -> Layer:
+        from workers.engine.attention_triton import TritonLayer  # triton belongs to the CUDA builds of torch only
+
+        return TritonLayer(self._current, cache, self._tiling)
+
     def _graph_bytes(self) -> int:
-        if self.backend != "triton":
-            return 0
-        logits = self._slots * self.runner.model.config.get_text_config().vocab_size * 4
+        logits = self._slots * self.runner.model.config.get_text_config().vocab_size * torch.float32.itemsize
         return len(buckets_up_to(self._slots)) * GRAPH_BYTES + logits + self._partial_bytes()

@@ -141,9 +141,9 @@ def _device_sides(
 ) -> Sequence[Callable[..., Device]]:
     """What can serve the model on the device, the best first."""
     if device.type == "cuda":
-        from workers.engine.device_cuda import cuda_device
+        from workers.engine.device_cuda import cuda_devices
 
-        return [cuda_device]
+        return cuda_devices(model, shapes, settings, dtype)
     return cpu_devices(model, shapes, settings, dtype) if device.type == "cpu" else [PlainDevice]
 
 

@@ -1,16 +1,14 @@
 """The GPU's side of a model on the CPU: its packing, plan, buckets and runner, with stand-ins for kernel and graphs."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 from plan_layer import PlanLayer
 
 from workers.engine import model
 from workers.engine.attention import Layer
 from workers.engine.attention_cuda import Cache
-from workers.engine.device_cuda import CudaDevice
+from workers.engine.device_cuda import TritonDevice
 
 BLOCKS = 128
 
@@ -20,13 +18,10 @@ def repeat_eagerly(work: Callable[[], None]) -> Callable[[], None]:
     return work
 
 
-class HostDevice(CudaDevice):
+class HostDevice(TritonDevice):
     """`interpreted`: the kernel itself, in Triton's interpreter."""
 
     interpreted = False
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments, "triton")
 
     def blocks(self) -> int:
         return self._settings.kv_blocks or BLOCKS
@@ -42,4 +37,3 @@ def use_host_device(patch: pytest.MonkeyPatch, interpreted: bool = False) -> Non
     """Let `load` put models on a HostDevice."""
     patch.setattr(HostDevice, "interpreted", interpreted)
     patch.setattr(model, "_device_sides", lambda *arguments: [HostDevice])
-    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

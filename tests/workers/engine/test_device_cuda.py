@@ -8,10 +8,13 @@ import torch
 from engine_driver import rebuilt, request, run_all
 from host_device import use_host_device
 from tiny_models import save_tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shared.records import EngineSettings
 from shared.wire import Sampling
-from workers.engine.attention_cuda import choose_backend, lengths_of, new_cache
+from workers.engine import attention
+from workers.engine.attention import Variant
+from workers.engine.attention_cuda import lengths_of, new_cache, usable_backends
 from workers.engine.attention_plan import Tiling
 from workers.engine.batch_cuda import CudaPacker
 from workers.engine.decode_graphs import bucket_of, buckets_up_to
@@ -149,22 +152,21 @@ HALF = torch.bfloat16
 def chosen(
     wanted: str = "auto", dtype: torch.dtype = HALF, kv: torch.dtype = HALF, capability=(9, 0), **changes
 ) -> str:
-    return choose_backend(wanted, [shape(), shape(**changes)], dtype, kv, capability)
+    return usable_backends(wanted, [shape(), shape(**changes)], dtype, kv, capability)
 
 
 def test_the_attention_is_chosen_by_device_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert chosen() == "triton"
-    assert chosen(kv=torch.float8_e4m3fn) == "triton"
-    assert chosen(dtype=torch.float32, kv=torch.float32) == "triton"
-    assert chosen(capability=(7, 5)) == "torch"
-    assert chosen("varlen") == "varlen"
+    assert chosen() == ["triton", "varlen", "torch"]
+    assert chosen(kv=torch.float8_e4m3fn) == ["triton"]
+    assert chosen(dtype=torch.float32, kv=torch.float32) == ["triton", "torch"]
+    assert chosen(capability=(7, 5)) == ["torch"]
+    assert chosen("varlen") == ["varlen"]
+    assert chosen(special=True) == ["triton", "torch"]
+    assert chosen(value_dim=32) == ["triton", "torch"]
+    assert chosen(key_dim=20, value_dim=20) == ["triton", "torch"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert chosen() == "varlen"
-    assert chosen(special=True) == "torch"
-    assert chosen(value_dim=32) == "torch"
-    assert chosen(key_dim=20, value_dim=20) == "torch"
-    assert chosen(dtype=torch.float32, kv=torch.float32) == "torch"
+    assert chosen() == ["varlen", "torch"]
 
 
 @pytest.mark.parametrize(
@@ -206,3 +208,24 @@ def test_an_idle_batch_of_the_largest_size_reads_within_the_tables() -> None:
     assert batch.ids.shape == (1, 513)
     assert len(lengths_of(batch).slots) == 64
     assert np.unique(batch.slots.numpy()).tolist() == [90 * 16]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_a_decode_reads_nothing_back_so_that_it_can_be_recorded(name: str, tmp_path: Path) -> None:
+    """Fake tensors have no values: whatever reads one raises, as it would under capture on a GPU."""
+    from transformers import AutoModelForCausalLM
+
+    directory = save_tiny_model(name, tmp_path / name)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+    for module in model.modules():
+        attention.attach(module, NoAttention())
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        positions = torch.arange(4).unsqueeze(0)
+        rows = torch.arange(4)
+        out = model.eval()(input_ids=positions, position_ids=positions, use_cache=False, logits_to_keep=rows)
+        assert out.logits.shape == (1, 4, 257)
+
+
+class NoAttention:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> torch.Tensor:
+        return q.new_zeros((q.shape[1], q.shape[0], v.shape[2]))
