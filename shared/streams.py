@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import logging
 from typing import Any
 
 import msgspec
@@ -10,8 +11,13 @@ from shared import subjects
 from shared.errors import Unavailable
 from shared.settings import Settings
 
+log = logging.getLogger(__name__)
+
 NOT_FOUND = {10014, 10037, 10059}  # consumer, message, stream
 NAME_IN_USE = {10058, 10148}
+NO_ROOM = {10023, 10047}  # memory and storage that the server has to give
+STREAM_BYTES_MIN = 1 << 20
+SMALLER = 8  # what does not fit is made so many times smaller, so that the streams after it find room as well
 READS = ("STREAM.MSG.GET.", "STREAM.INFO.", "CONSUMER.INFO.")
 CALL_S, READ_TRY_S, RETRY_S = 5.0, 1.5, 0.1
 SECOND = 1_000_000_000  # JetStream counts time in nanoseconds
@@ -157,13 +163,34 @@ class Streams:
             )
 
     async def _ensure_stream(self, config: dict[str, Any]) -> None:
-        name = config["name"]
+        """The server sets a stream's limit aside when the stream is made: a smaller disk has room for less."""
+        name, known = config["name"], await self._bytes_max(config["name"])
+        while True:
+            try:
+                await self.api(f"STREAM.{'CREATE' if known is None else 'UPDATE'}.{name}", config)
+                return
+            except ApiError as error:
+                if error.err_code in NAME_IN_USE and known is None:  # another process was faster
+                    known = await self._bytes_max(name)
+                    continue
+                if error.err_code not in NO_ROOM or config["max_bytes"] < SMALLER * STREAM_BYTES_MIN:
+                    raise
+                less = known if known is not None and known < config["max_bytes"] else config["max_bytes"] // SMALLER
+                config = config | {"max_bytes": less}
+                log.log(
+                    logging.WARNING if known is None else logging.INFO,
+                    "stream %s: %s; trying with %d bytes",
+                    *(name, error.message, less),
+                )
+
+    async def _bytes_max(self, name: str) -> int | None:
+        """The limit of a stream; None: there is no such stream."""
         try:
-            await self.api(f"STREAM.CREATE.{name}", config)
+            return int((await self.api(f"STREAM.INFO.{name}"))["config"]["max_bytes"])
         except ApiError as error:
-            if error.err_code not in NAME_IN_USE:
-                raise
-            await self.api(f"STREAM.UPDATE.{name}", config)
+            if error.err_code in NOT_FOUND:
+                return None
+            raise
 
     async def ensure_consumer(self, model: str, version: str, lane: str) -> str:
         """Create the durable pull consumer of (model, version, lane) unless it is there; its name."""
