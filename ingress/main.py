@@ -5,14 +5,19 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator
+from functools import partial
 
+import msgspec
 import uvicorn
 import uvloop
 
 from ingress.app import build_app
+from ingress.connection import Connection
 from ingress.context import Context
 from ingress.keys import Keys
 from ingress.listening import bind, steer_away
@@ -29,6 +34,8 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75  # idle connections; longer than the usual load balancer's minute
 BACKLOG = 2048
+HEADS_EVERY_S = 1.0
+FILES_BESIDE = 256  # open files that are no connections of clients
 LAST_WRITES_S = 1  # for what was interrupted to reach its clients
 
 
@@ -43,6 +50,15 @@ class Server(uvicorn.Server):
         """Take no more connections; the open ones go on."""
         for server in self.servers:
             server.close()
+
+    async def watch_heads(self, every_s: float) -> None:
+        """Until cancelled, end connections whose clients are too slow with their heads."""
+        while True:
+            await asyncio.sleep(every_s)
+            now = time.monotonic()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.check_head(now)
 
     def took(self, port: int) -> bool:
         """Whether there is a connection from `port` of a client."""
@@ -64,12 +80,24 @@ def check_address(settings: Settings) -> None:
         )
 
 
+def allow_connections(settings: Settings) -> Settings:
+    """Let this process open as many files as its connections need; settings with fewer connections where it may not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.http_connections_max + FILES_BESIDE
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return msgspec.structs.replace(settings, http_connections_max=max(1, wanted - FILES_BESIDE))
+
+
 def make_server(context: Context) -> Server:
     """An HTTP server of `context` that is not started yet."""
     return Server(
         uvicorn.Config(
             build_app(context),
-            http="httptools",
+            http=partial(Connection, context.settings),  # type: ignore[arg-type]  # it is called, and nothing else
+            ws="none",
             lifespan="off",
             access_log=False,
             log_config=None,
@@ -87,7 +115,8 @@ async def serve_until(stop: asyncio.Event, context: Context, bound: socket.socke
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[bound]))
-        watching = group.create_task(context.watch_clients())
+        heads_every_s = min(HEADS_EVERY_S, settings.request_read_s / 4)
+        watching = [group.create_task(context.watch_clients()), group.create_task(server.watch_heads(heads_every_s))]
         await stop.wait()
         reserve_s = min(LAST_WRITES_S, settings.drain_budget_s / 10)
         deadline = loop.time() + settings.drain_budget_s - reserve_s
@@ -99,7 +128,8 @@ async def serve_until(stop: asyncio.Event, context: Context, bound: socket.socke
         server.stop_listening()
         await drain(context, deadline)
         server.should_exit = True
-        watching.cancel()
+        for task in watching:
+            task.cancel()
 
 
 async def drain(context: Context, deadline: float) -> None:
@@ -159,5 +189,6 @@ def main(settings: Settings) -> None:
     check_address(settings)
     if settings.lifeline_fd is not None:
         lifeline.watch(settings.lifeline_fd)
+    settings = allow_connections(settings)
     with bind(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(settings, bound))

@@ -14,6 +14,7 @@ HeadraceError
 +-- Conflict                409 version_exists           same version, other bytes
 |   +-- ResultGone          409 idempotency_result_gone  the key's request was answered, and its answer is not kept any more
 +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
++-- HeadersTooLarge         431 headers_too_large        the head of the request is over head_bytes_max
 +-- QueueFull               429 queue_full               the tenant's queue or the stream is at its limit
 +-- Internal                500 internal_error           a defect of ours; the request id finds it in the logs
 |   +-- EngineFailed        500 engine_failed            the engine raised on this request
@@ -25,6 +26,7 @@ HeadraceError
 |   +-- NoCapacity          503 no_capacity              max_replicas is 0
 |   +-- ObjectsUnavailable  503 objects_unavailable      the object store cannot be reached
 |   +-- Draining            503 draining                 this process is shutting down
+|   +-- TooManyConnections  503 too_many_connections     this process has as many connections as it may
 +-- QueueDeadline           504 queue_deadline           nobody took the request in time
 +-- GenerationDeadline      504 generation_deadline      the generation did not finish in time
 +-- Cancelled               499 cancelled                the caller went away or asked for it
@@ -112,6 +114,10 @@ class TooLarge(HeadraceError):
     code, status, type = "request_too_large", 413, "invalid_request_error"
 
 
+class HeadersTooLarge(HeadraceError):
+    code, status, type = "headers_too_large", 431, "invalid_request_error"
+
+
 class QueueFull(HeadraceError):
     code, status, type, retryable = "queue_full", 429, "rate_limit_error", True
 
@@ -154,6 +160,10 @@ class ObjectsUnavailable(Unavailable):
 
 class Draining(Unavailable):
     code = "draining"
+
+
+class TooManyConnections(Unavailable):
+    code = "too_many_connections"
 
 
 class QueueDeadline(HeadraceError):

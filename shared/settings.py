@@ -43,7 +43,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     # the request
     request_bytes_max: int = 8 * MIB
-    request_read_s: float = 30.0  # how long the body of a request may take to arrive
+    request_read_s: float = 30.0  # how long the head of a request, and then its body, may take to arrive
+    head_bytes_max: int = 64 * 1024  # of a request's path and headers
+    http_connections_max: int = 10_000  # of one ingress; fewer where the process may not open as many files
     queue_deadline_s: float = 300.0
     generation_deadline_s: float = 600.0
     prompt_bytes_per_token_max: int = 16  # more bytes than this times the model's length are refused at once

@@ -275,6 +275,20 @@ class RawClient:
         self.received += chunk
         return True
 
+    def closed(self) -> bool:
+        """Whether the other side has closed the connection; what came before that is taken in."""
+        self.socket.setblocking(False)
+        try:
+            while chunk := self.socket.recv(65536):
+                self.received += chunk
+            return True
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+        finally:
+            self.socket.settimeout(DEADLINE_S)
+
     def close(self) -> None:
         self.socket.close()
 
@@ -356,3 +370,9 @@ def front(shared_front: Front) -> Iterator[Front]:
     dispatcher.answer, dispatcher.refusal, dispatcher.hold, dispatcher.queued_now = None, None, None, 0
     yield shared_front
     wait_for(lambda: not shared_front.context.open, "no request is left open")
+
+
+@pytest.fixture(scope="session")
+def raw() -> type[RawClient]:
+    """`raw(port, data)`: a TCP connection on which `data` was sent."""
+    return RawClient
