@@ -1,7 +1,9 @@
 """A whole service as separate processes: broker, controller, workers that the controller starts, and ingresses."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from controller import registry
 from faults.broker import Broker, formed
 from faults.processes import Child, environment, own, reap_strangers, wait_gone
 from faults.proxy import Proxy
-from headrace.stack import ports, servers
+from headrace.stack import ports
 from shared import lifeline, records, subjects
 from shared.bus import Bus
 from shared.objects import ObjectStore
@@ -56,8 +58,10 @@ class Fleet:
         nodes: int = 1,
         engine: EngineSettings | None = None,
         store: Path | None = None,
+        shared_port: bool = False,
         **overrides: Any,
     ) -> None:
+        """`shared_port`: all ingresses listen on one port, and a new one is up before an old one drains."""
         self.source, self.size = source, workers
         self.engine = engine or EngineSettings()
         self.broker = Broker(directory, nodes, store)
@@ -68,6 +72,7 @@ class Fleet:
             nats_replicas=nodes,
             data_dir=str(directory / "data"),
             lifeline_fd=self._lifeline,
+            reuse_port=shared_port,
             **overrides,
         )
         self.directory = directory
@@ -77,7 +82,8 @@ class Fleet:
         self.controller = self._child("controller", "controller.main", self.settings)
         self.leases: dict[str, Lease] = {}
         self.bus: Bus
-        self._ports = ports.free_ports(ingresses)
+        self._ports = ports.free_ports(1) * ingresses if shared_port else ports.free_ports(ingresses)
+        self._generation = 0
         self._keeping: asyncio.Task[None] | None = None
         self.down: set[str] = set()  # children that are not to be started again for now
 
@@ -88,19 +94,18 @@ class Fleet:
         self.bus = await Bus.connect(replace(self.settings, publish_timeout_s=30.0), "faults")
         await self.bus.watch(subjects.WORKERS_BUCKET, self._on_lease)
         self.controller.start()
-        for number, port in enumerate(self._ports):
-            settings = replace(self.settings, http_port=port)
-            self.ingresses.append(self._child(f"ingress-{number}", "headrace", settings, "ingress"))
-            self.urls.append(f"http://127.0.0.1:{port}")
-            self.ingresses[-1].start()
+        self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
+        self.ingresses = [self._ingress(number) for number in range(len(self.urls))]
+        for ingress in self.ingresses:
+            ingress.start()
         limits = VersionLimits(min_replicas=self.size, max_replicas=self.size)
         await registry.push(
             self.bus, ObjectStore(self.settings), self.source, MODEL, VERSION, engine=self.engine, limits=limits
         )
         self._keeping = asyncio.create_task(self._keep())
         await self.until(lambda: len(self.active()) >= self.size, 30, "all workers to be active")
-        for url in self.urls:
-            await self.ready(url)
+        for number in range(len(self.urls)):
+            await self.ready(number)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -124,6 +129,19 @@ class Fleet:
 
     def _child(self, name: str, module: str, settings: Settings, *arguments: str) -> Child:
         return own(name, module, list(arguments), self.directory, environment(to_environment(settings)), self._lifeline)
+
+    def _ingress(self, number: int) -> Child:
+        settings = replace(self.settings, http_port=self._ports[number])
+        self._generation += 1
+        return self._child(f"ingress-{self._generation}", "headrace", settings, "ingress")
+
+    async def replace_ingress(self, number: int) -> int:
+        """Start a new ingress beside an old one on a shared port, then let that one drain; its exit status."""
+        old, self.ingresses[number] = self.ingresses[number], self._ingress(number)
+        self.ingresses[number].start()
+        await self.ready(number)
+        old.signal(signal.SIGTERM)
+        return await asyncio.to_thread(old.wait, self.settings.drain_budget_s + 10)
 
     async def _keep(self) -> None:
         """Start again what has died, as a supervisor would; wait for orphans of a dead controller."""
@@ -156,11 +174,17 @@ class Fleet:
             if not _lives(other):
                 del self.leases[worker]
 
-    async def ready(self, url: str, budget_s: float = 20.0) -> None:
+    async def ready(self, number: int, budget_s: float = 20.0) -> None:
+        """Wait until an ingress takes requests, that one and not another one on its port."""
         deadline = time.monotonic() + budget_s
-        while await servers.http_status(url + "/readyz") != 200:
-            assert time.monotonic() < deadline, f"{url} is not ready"
-            await asyncio.sleep(0.05)
+        async with httpx.AsyncClient(timeout=5, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    answer = await client.get(self.urls[number] + "/readyz")
+                    if answer.status_code == 200 and answer.json()["pid"] == self.ingresses[number].pid:
+                        return
+                assert time.monotonic() < deadline, f"{self.urls[number]} is not ready"
+                await asyncio.sleep(0.05)
 
     async def until(self, condition: Callable[[], object], budget_s: float, what: str) -> None:
         deadline = time.monotonic() + budget_s

@@ -63,6 +63,11 @@ class Child:
         if self.running:
             os.kill(self.pid, number)
 
+    def wait(self, budget_s: float = 20.0) -> int:
+        """Wait for the end; the exit status."""
+        assert self.process is not None
+        return self.process.wait(budget_s)
+
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
         if self.process is not None:

@@ -35,6 +35,10 @@ class Scenario(msgspec.Struct, kw_only=True):
     cancel_share: float = 0.0
     come_back: bool = False  # clients whose connection breaks go on with their request
     allowed: set[str] = set()
+    shared_port: bool = False
+    unrefused: bool = False  # no connection may be refused either
+    workers: int = 4
+    stopped_s: float = schedule.STOPPED_S
     settle_s: float = 40.0
     settings: dict[str, Any] = {}
 
@@ -46,7 +50,7 @@ SCENARIOS = {
     for each in (
         Scenario(name="workers", kinds=["kill_worker"]),
         Scenario(name="drains", kinds=["term_worker"]),
-        Scenario(name="ingress", kinds=["kill_ingress"], allowed={"broken"}),
+        Scenario(name="ingress", kinds=["kill_ingress"], come_back=True),
         Scenario(name="nats", kinds=["kill_broker"], every_s=3.0, allowed=BROKER_CODES),
         Scenario(name="controller", kinds=["kill_controller", "kill_worker"], every_s=1.0),
         Scenario(name="cluster", kinds=["kill_leader"], every_s=6.0, nodes=3, allowed=BROKER_CODES),
@@ -54,11 +58,44 @@ SCENARIOS = {
         Scenario(name="cancels", kinds=[], cancel_share=0.9, clients=64),
         Scenario(name="load", kinds=[], cancel_share=0.1),
         Scenario(
+            name="rolling",
+            kinds=[
+                "replace_ingress",
+                "term_worker",
+                "term_worker",
+                "term_controller",
+                "replace_ingress",
+                "term_broker",
+            ],
+            every_s=2.0,
+            shared_port=True,
+            unrefused=True,
+            settings={"drain_budget_s": 10.0},
+        ),
+        Scenario(
+            name="seconds",  # all kinds with short timers, for continuous integration
+            kinds=["kill_worker", "kill_ingress", "stop_worker", "kill_broker", "term_worker", "kill_controller"],
+            clients=16,
+            workers=3,
+            cancel_share=0.1,
+            come_back=True,
+            allowed=BROKER_CODES,
+            stopped_s=5.0,
+            settings={
+                "ack_wait_s": 2.0,
+                "in_progress_every_s": 0.5,
+                "pull_expires_s": 1.0,
+                "orphan_grace_s": 3.0,
+                "drain_budget_s": 5.0,
+            },
+        ),
+        Scenario(
             name="mixed",
             kinds=["kill_worker", "stop_worker", "term_worker", "kill_broker", "kill_ingress", "kill_controller"],
             every_s=3.0,
             cancel_share=0.1,
-            allowed=BROKER_CODES | {"broken"},
+            come_back=True,
+            allowed=BROKER_CODES,
         ),
     )
 }
@@ -69,7 +106,12 @@ async def play(scenario: Scenario, seed: int, faults: int, seconds: float, cance
     questions = await corpus.make(seed, QUESTIONS)
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as directory:
         async with Fleet(
-            Path(directory), ingresses=scenario.ingresses, nodes=scenario.nodes, **scenario.settings
+            Path(directory),
+            workers=scenario.workers,
+            ingresses=scenario.ingresses,
+            nodes=scenario.nodes,
+            shared_port=scenario.shared_port,
+            **scenario.settings,
         ) as fleet:
             return await _play(fleet, scenario, seed, faults, seconds, cancels, questions)
 
@@ -84,7 +126,7 @@ async def _play(
     questions: list[corpus.Question],
 ) -> Report:
     load = Load(seed, questions, fleet.urls, scenario.clients, scenario.cancel_share, come_back=scenario.come_back)
-    injector = Injector(fleet)
+    injector = Injector(fleet, scenario.stopped_s)
     memory = Memory(fleet)
     report = Report(scenario=scenario.name, seed=seed)
     begin = time.monotonic()
@@ -109,7 +151,8 @@ async def _play(
     if resumed := sum(record.resumes > 0 for record in load.records):
         report.notes.append(f"{resumed} clients came back")
     if load.refused:
-        report.notes.append(f"{load.refused} connections were refused (no request: tried again)")
+        refused = f"{load.refused} connections were refused (no request: tried again)"
+        (report.problems if scenario.unrefused else report.notes).append(refused)
     return report
 
 

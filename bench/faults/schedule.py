@@ -48,8 +48,9 @@ def make(seed: int, kinds: list[str], count: int, every_s: float) -> list[Fault]
 class Injector:
     """Carries a schedule out on a fleet. `done` says what was done; faults that last end before `run` returns."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, stopped_s: float = STOPPED_S) -> None:
+        """`stopped_s`: how long a stopped worker stays so."""
+        self._fleet, self._stopped_s = fleet, stopped_s
         self.done: list[Done] = []
         self._lasting: set[asyncio.Task[None]] = set()
         self._stopped: set[int] = set()
@@ -105,7 +106,7 @@ class Injector:
         self._last(asyncio.create_task(self._wake(pid, self._note("stop_worker", worker))))
 
     async def _wake(self, pid: int, note: Done) -> None:
-        await asyncio.sleep(STOPPED_S)
+        await asyncio.sleep(self._stopped_s)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
         self._stopped.discard(pid)
@@ -117,8 +118,21 @@ class Injector:
         begin = time.monotonic()
         await asyncio.to_thread(ingresses[number].kill)
         note = self._note("kill_ingress", ingresses[number].name, begin)
-        await self._fleet.ready(self._fleet.urls[number])
+        await self._fleet.ready(number)
         note.end = time.monotonic()
+
+    async def _replace_ingress(self, pick: int) -> None:
+        number = pick % len(self._fleet.ingresses)
+        note = self._note("replace_ingress", self._fleet.ingresses[number].name)
+        status = await self._fleet.replace_ingress(number)
+        assert status == 0, f"{note.victim} ended with {status}"
+        note.end = time.monotonic()
+
+    async def _term_controller(self, pick: int) -> None:
+        controller = self._fleet.controller
+        await self._fleet.until(lambda: controller.running, VICTIM_WAIT_S, "a controller to end")
+        controller.signal(signal.SIGTERM)
+        self._note("term_controller", controller.name)
 
     async def _kill_controller(self, pick: int) -> None:
         controller = self._fleet.controller
@@ -129,6 +143,9 @@ class Injector:
     async def _kill_broker(self, pick: int) -> None:
         node = self._fleet.broker.nodes[0]
         await self._take_down(node.child.name, "kill_broker", BROKER_DOWN_S)
+
+    async def _term_broker(self, pick: int) -> None:
+        await self._take_down(self._fleet.broker.nodes[0].child.name, "term_broker", BROKER_DOWN_S, signal.SIGTERM)
 
     async def _kill_leader(self, pick: int) -> None:
         fleet = self._fleet
@@ -141,12 +158,13 @@ class Injector:
             await asyncio.sleep(0.1)
         await self._take_down(await fleet.leader(), "kill_leader", LEADER_DOWN_S)
 
-    async def _take_down(self, name: str, kind: str, seconds: float) -> None:
+    async def _take_down(self, name: str, kind: str, seconds: float, number: signal.Signals = signal.SIGKILL) -> None:
         fleet = self._fleet
         node = fleet.broker.node_named(name)
         fleet.down.add(name)
         begin = time.monotonic()
-        await asyncio.to_thread(node.child.kill)
+        node.child.signal(number)
+        await asyncio.to_thread(node.child.wait)
         note = self._note(kind, name, begin)
         await asyncio.sleep(seconds)
         node.child.start()

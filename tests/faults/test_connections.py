@@ -54,7 +54,7 @@ def test_h15_an_oversized_publish_that_closes_the_client_is_a_pause(run_fleet: R
         assert len(await read(await fleet.submit())) == 40
         await fleet.idle()
 
-    run_fleet(work, source="sim:fixed-20ms")
+    run_fleet(work, source="sim:fixed-10ms")
 
 
 def test_a_restart_of_the_server_under_a_thousand_streams_is_no_storm(
@@ -110,7 +110,7 @@ def test_a_requester_behind_a_partition_goes_on_when_it_ends(run_fleet: RunFleet
         assert all(len(each) == 250 for each in found)
         await fleet.idle()
 
-    run_fleet(work, source="sim:fixed-20ms", publish_timeout_s=10.0)
+    run_fleet(work, source="sim:fixed-10ms", publish_timeout_s=10.0)
 
 
 def test_a_worker_behind_a_partition_is_replaced_and_fenced(run_fleet: RunFleet) -> None:
@@ -130,7 +130,7 @@ def test_a_worker_behind_a_partition_is_replaced_and_fenced(run_fleet: RunFleet)
             assert await answers(streams, heads) == wanted
             await fleet.idle()
 
-    run_fleet(work, source="sim:fixed-20ms", **FAST)
+    run_fleet(work, source="sim:fixed-10ms", **FAST)
 
 
 def test_a_server_that_drops_a_slow_consumer_costs_nobody_a_token(run_fleet: RunFleet, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_loss_of_a_clusters_leader_is_a_pause(run_fleet: RunFleet, tmp_path:
     broker.start_and_wait()
     try:
         asyncio.run(formed(Settings(nats_url=broker.client_url, nats_replicas=3)))
-        run_fleet(work, source="sim:fixed-20ms", nats_url=broker.client_url, nats_replicas=3)
+        run_fleet(work, source="sim:fixed-10ms", nats_url=broker.client_url, nats_replicas=3)
     finally:
         broker.kill()
 
