@@ -7,12 +7,14 @@ import torch
 from shared.records import EngineSettings
 from workers.engine import attention, gate
 from workers.engine.attention import Current
-from workers.engine.attention_paged import PagedLayer, Scratch
+from workers.engine.attention_paged import Scratch
 from workers.engine.batch import Packer
 from workers.engine.blocks import BLOCK_TOKENS
 from workers.engine.engine import Runner
 from workers.engine.gate import LayerShape
-from workers.engine.memory import block_bytes, blocks_that_fit, zeros
+from workers.engine.kv_int8 import KV_DTYPES, Cache, new_cache, paged_layer
+from workers.engine.load import LoadRefused
+from workers.engine.memory import block_bytes, blocks_that_fit
 from workers.engine.runner import TorchRunner
 from workers.engine.sampler import Sampler
 
@@ -54,32 +56,40 @@ class PlainDevice:
         self._max_model_len = max_model_len
         self._current = Current()
         self._tokens_max = max(slots + settings.prefill_chunk, gate.STEP_TOKENS_MAX)  # of a step
-        self._caches: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each layer
+        self._int8 = quantises(settings)
+        self._caches: list[tuple[Cache, Cache]] = []  # keys and values of each layer
         self.runner: Runner = TorchRunner(model, self._current, Packer(self._tokens_max, self._device), sampler)
 
     def attach(self, blocks: int) -> None:
         scratch = Scratch(self._device)
-        self._caches = new_caches(self._shapes, blocks, self._dtype, self._device)
+        self._caches = new_caches(self._shapes, blocks, self._dtype, self._device, self._int8)
         for shape, (keys, values) in zip(self._shapes, self._caches, strict=True):
-            attention.attach(shape.module, PagedLayer(self._current, scratch, keys, values))
+            attention.attach(shape.module, paged_layer(self._current, scratch, keys, values))
 
     def blocks(self) -> int:
-        per_block = block_bytes(self._shapes, self._dtype)
+        per_block = block_bytes(self._shapes, self._dtype, self._int8)
         return self._settings.kv_blocks or blocks_that_fit(per_block, self._device, self._slots, self._max_model_len)
 
     def finish(self) -> None:
         """Nothing needs it."""
 
 
+def quantises(settings: EngineSettings) -> bool:
+    """Whether keys and values are kept in 8 bits. Raises LoadRefused."""
+    if settings.kv_dtype not in KV_DTYPES:
+        raise LoadRefused(f"without a GPU kv_dtype is one of {', '.join(KV_DTYPES)}; not {settings.kv_dtype!r}")
+    return settings.kv_dtype == "int8"
+
+
 def new_caches(
-    shapes: list[LayerShape], blocks: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    shapes: list[LayerShape], blocks: int, dtype: torch.dtype, device: torch.device, int8: bool = False
+) -> list[tuple[Cache, Cache]]:
     """Keys and values of each layer, [key heads, slots, D], for a cache of `blocks` blocks."""
     slots = blocks * BLOCK_TOKENS
     return [
         (
-            zeros((shape.heads, slots, shape.key_dim), dtype, device),
-            zeros((shape.heads, slots, shape.value_dim), dtype, device),
+            new_cache((shape.heads, slots, shape.key_dim), dtype, device, int8),
+            new_cache((shape.heads, slots, shape.value_dim), dtype, device, int8),
         )
         for shape in shapes
     ]

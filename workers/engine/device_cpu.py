@@ -67,7 +67,7 @@ class NativeDevice(PlainDevice):
         self.runner = self._native
 
     def attach(self, blocks: int) -> None:
-        self._caches = new_caches(self._shapes, blocks, self._dtype, self._device)
+        self._caches = new_caches(self._shapes, blocks, self._dtype, self._device, self._int8)
         self._native.decoder.attach(self._caches, self._max_model_len)
 
     def finish(self) -> None:
@@ -92,9 +92,9 @@ class CompilingDevice(PlainDevice):
         try:
             library = Library(build.build())
             native = native_runner(library, self._model, self._shapes, self._sampler, self._dtype, self._tokens_max)
-            trial = new_caches(self._shapes, gate.BLOCKS, self._dtype, self._device)
+            trial = new_caches(self._shapes, gate.BLOCKS, self._dtype, self._device, self._int8)
             native.decoder.attach(trial, self._max_model_len)
-            gate.compare(self._model, native, self._reference, self._dtype)
+            gate.compare(self._model, native, self._reference, self._dtype, self._settings.kv_dtype)
             native.decoder.attach(self._caches, self._max_model_len)
         except Exception:  # of a compiler, a linker or the gate: serving goes on
             log.warning("no compiled kernels: plain torch goes on", exc_info=True)

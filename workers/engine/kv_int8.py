@@ -13,6 +13,7 @@ from workers.engine.batch import Span
 from workers.engine.memory import zeros
 
 LEVELS = 127
+KV_DTYPES = ("auto", "int8")  # that this side of the engine has
 # A scale in bf16 may be rounded down by 2^-9 of itself: enlarged by more than that, the largest number still fits.
 HEADROOM = 1 + 2**-8
 
@@ -24,6 +25,10 @@ class Quantised:
         self.numbers = zeros(shape, torch.int8, device)
         self.scales = zeros(shape[:2], dtype, device)
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
     def store(self, slots: torch.Tensor, given: torch.Tensor) -> None:
         """`given` [key heads, tokens, D] into `slots` [tokens]."""
         exact = given.float()
@@ -32,6 +37,9 @@ class Quantised:
         numbers = (exact / divisors).round_().clamp_(-LEVELS, LEVELS)
         self.numbers.index_copy_(1, slots, numbers.to(torch.int8))
         self.scales.index_copy_(1, slots, scales)
+
+
+Cache = torch.Tensor | Quantised
 
 
 class Int8Layer(PagedLayer):
@@ -77,3 +85,17 @@ class Int8Layer(PagedLayer):
         """`numbers` [..., D] times `scales` [...], in the scales' type."""
         into = self._scratch.get(name, numbers.shape, scales.dtype)
         return into.copy_(numbers).mul_(scales.unsqueeze(-1))
+
+
+def new_cache(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, int8: bool) -> Cache:
+    """A cache of [key heads, slots, D], read and written as `dtype`."""
+    return Quantised(shape, dtype, device) if int8 else zeros(shape, dtype, device)
+
+
+def paged_layer(current: Current, scratch: Scratch, keys: Cache, values: Cache) -> PagedLayer:
+    """Attention over two caches of one kind."""
+    if isinstance(keys, Quantised) and isinstance(values, Quantised):
+        return Int8Layer(current, scratch, keys, values)
+    assert isinstance(keys, torch.Tensor)
+    assert isinstance(values, torch.Tensor)
+    return PagedLayer(current, scratch, keys, values)

@@ -16,10 +16,11 @@ CUDA_SHARE = 0.85
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def block_bytes(layers: list[LayerShape], dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers."""
-    values = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in layers)
-    return BLOCK_TOKENS * values * dtype.itemsize
+def block_bytes(layers: list[LayerShape], dtype: torch.dtype, int8: bool = False) -> int:
+    """Bytes of one block in all layers; in 8 bits each key and each value has a scale of `dtype` beside it."""
+    numbers = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in layers)
+    scales = sum(2 * layer.heads for layer in layers)
+    return BLOCK_TOKENS * (numbers + scales * dtype.itemsize if int8 else numbers * dtype.itemsize)
 
 
 def blocks_that_fit(per_block: int, device: torch.device, slots: int, max_model_len: int) -> int:

@@ -70,7 +70,7 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     sampler = Sampler(text.end_ids, text.token_bytes, text.special_ids)
     arguments = (model, shapes, sampler, settings, dtype, slots, max_model_len)
     sides = [partial(kind, *arguments) for kind in _device_sides(device, model, shapes, settings, dtype)]
-    side = _fitting_side(sides, model, reference, dtype, phases)
+    side = _fitting_side(sides, model, reference, dtype, settings, phases)
     with phases("cache"):
         blocks = side.blocks()
         side.attach(blocks)
@@ -148,7 +148,12 @@ def _device_sides(
 
 
 def _fitting_side(
-    sides: list[partial[Device]], model: Any, reference: torch.Tensor, dtype: torch.dtype, phases: Phases
+    sides: list[partial[Device]],
+    model: Any,
+    reference: torch.Tensor,
+    dtype: torch.dtype,
+    settings: EngineSettings,
+    phases: Phases,
 ) -> Device:
     """The first that computes what the model computes. Raises LoadRefused when none does."""
     for index, make in enumerate(sides):
@@ -157,7 +162,7 @@ def _fitting_side(
         with phases("check"):
             side.attach(gate.BLOCKS)
             try:
-                gate.compare(model, side.runner, reference, dtype)
+                gate.compare(model, side.runner, reference, dtype, settings.kv_dtype)
             except LoadRefused as refused:
                 if index == len(sides) - 1:
                     raise

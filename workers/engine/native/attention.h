@@ -33,6 +33,49 @@ struct AttentionShape {
   const float* sinks;  // [heads]: one more logit in each softmax, with no value; or null
 };
 
+// Keys or values, head by head: [key heads][slots][D] of T; or, where there are scales, of whole numbers in 8 bits with one
+// scale for each head and slot, [key heads][slots].
+template <class T>
+struct Cache {
+  const void* elements;
+  const T* scales;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// `count` elements in 8 bits, as kv_int8.py has it: rounded with the very scale that is stored.
+template <class T>
+inline void quantise(const T* x, int count, int8_t* out, T* scale) {
+  __m512 highest = _mm512_setzero_ps();
+  for (int i = 0; i < count; i += kLanes)
+    highest = _mm512_max_ps(highest, _mm512_abs_ps(load(x + i, lanes_below(count - i))));
+  store(scale, _mm512_set1_ps(_mm512_reduce_max_ps(highest) * static_cast<float>((1 + 1 / 256.0) / 127)), 1);
+  const __m512 divisor = _mm512_set1_ps(std::max(to_float(*scale), std::numeric_limits<float>::min()));
+  const __m512i most = _mm512_set1_epi32(127), least = _mm512_set1_epi32(-127);
+  for (int i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = lanes_below(count - i);
+    const __m512i rounded = _mm512_cvtps_epi32(_mm512_div_ps(load(x + i, mask), divisor));
+    _mm512_mask_cvtepi32_storeu_epi8(out + i, mask, _mm512_max_epi32(least, _mm512_min_epi32(most, rounded)));
+  }
+}
+
+template <class T>
+inline void unpack(const int8_t* x, T scale, int count, T* out) {
+  const __m512 times = _mm512_set1_ps(to_float(scale));
+  for (int i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = lanes_below(count - i);
+    const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, x + i)));
+    store(out + i, _mm512_mul_ps(numbers, times), mask);
+  }
+}
+
 inline int attention_tile_tokens(const AttentionShape& shape) {
   return std::max(1, kTileRows / (shape.heads / shape.key_heads));
 }
@@ -40,7 +83,7 @@ inline int attention_tile_tokens(const AttentionShape& shape) {
 // What one thread needs for a tile of queries.
 template <class T>
 struct Workspace {
-  std::vector<T> queries, keys, values, weights;
+  std::vector<T> queries, keys, values, weights, unpacked_keys, unpacked_values;
   std::vector<float> scores, sums, highest, totals;
 
   explicit Workspace(const AttentionShape& shape) {
@@ -49,6 +92,8 @@ struct Workspace {
     keys.resize(static_cast<size_t>(kRun) * round_up(shape.key_dim, 2 * kLanes));
     values.resize(static_cast<size_t>(kRun) * round_up(shape.value_dim, kRun));
     weights.resize(static_cast<size_t>(rows) * kRun);
+    unpacked_keys.resize(static_cast<size_t>(kRun) * shape.key_dim);
+    unpacked_values.resize(static_cast<size_t>(kRun) * shape.value_dim);
     scores.resize(static_cast<size_t>(rows) * kRun);
     sums.resize(static_cast<size_t>(rows) * round_up(shape.value_dim, kRun));
     highest.resize(rows);
@@ -152,8 +197,8 @@ inline float soften(float* scores, T* weights, const AttentionShape& shape, int 
 
 // Tokens `first` .. `first + count - 1` of a span for one key head: `queries` and `out` are rows of the whole batch.
 template <class T>
-inline void attend(const AttentionShape& shape, const T* keys, const T* values, long slots, const Span& span, int head,
-                   int first, int count, const T* queries, size_t query_stride, T* out, size_t out_stride,
+inline void attend(const AttentionShape& shape, const Cache<T>& keys, const Cache<T>& values, long slots, const Span& span,
+                   int head, int first, int count, const T* queries, size_t query_stride, T* out, size_t out_stride,
                    Workspace<T>& work) {
   const int sharing = shape.heads / shape.key_heads, rows = count * sharing;
   const int steps = steps_of<T>(shape.key_dim), dim = steps * kStep<T>, width = round_up(shape.value_dim, kRun);
@@ -168,14 +213,28 @@ inline void attend(const AttentionShape& shape, const T* keys, const T* values, 
   std::fill_n(work.sums.begin(), static_cast<size_t>(rows) * width, 0.0f);
   const int oldest = shape.window ? std::max(0, start - shape.window + 1) : 0;
   for (int run = oldest / kRun * kRun; run < start + count; run += kRun) {
-    const auto row_of = [&](const T* cache, int place, int elements) -> const T* {
+    const int places = std::min(kRun, start + count - run);
+    const auto slot_of = [&](int place) {
       const int position = run + place;
-      if (position >= start + count) return nullptr;
-      const long slot = static_cast<long>(span.blocks[position / kBlock]) * kBlock + position % kBlock;
-      return cache + (head * slots + slot) * elements;
+      return head * slots + static_cast<long>(span.blocks[position / kBlock]) * kBlock + position % kBlock;
     };
-    pack_keys(work.keys.data(), shape.key_dim, [&](int place) { return row_of(keys, place, shape.key_dim); });
-    pack_values(work.values.data(), shape.value_dim, [&](int place) { return row_of(values, place, shape.value_dim); });
+    const auto row_of = [&](const Cache<T>& cache, const std::vector<T>& unpacked, int place, int elements) -> const T* {
+      if (place >= places) return nullptr;
+      return cache.scales ? unpacked.data() + place * elements
+                          : static_cast<const T*>(cache.elements) + slot_of(place) * elements;
+    };
+    if (keys.scales)
+      for (int place = 0; place < places; place++) {
+        const long slot = slot_of(place);
+        unpack(static_cast<const int8_t*>(keys.elements) + slot * shape.key_dim, keys.scales[slot], shape.key_dim,
+               work.unpacked_keys.data() + place * shape.key_dim);
+        unpack(static_cast<const int8_t*>(values.elements) + slot * shape.value_dim, values.scales[slot], shape.value_dim,
+               work.unpacked_values.data() + place * shape.value_dim);
+      }
+    pack_keys(work.keys.data(), shape.key_dim,
+              [&](int place) { return row_of(keys, work.unpacked_keys, place, shape.key_dim); });
+    pack_values(work.values.data(), shape.value_dim,
+                [&](int place) { return row_of(values, work.unpacked_values, place, shape.value_dim); });
     in_tiles<kRunRows>(rows, [&](int, int row, auto size) {
       multiply<T, decltype(size)::value, kRunTiles, 0>(
           work.queries.data() + row * dim, dim, work.keys.data(), steps, nullptr, [&](auto& sums) {

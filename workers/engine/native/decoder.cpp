@@ -23,6 +23,8 @@ struct Layer {
   Matrix down;
   void* keys;    // [key heads][slots][head_dim]
   void* values;  // [key heads][slots][head_dim]
+  void* key_scales;    // [key heads][slots], and the keys are int8_t; or null
+  void* value_scales;  // null for both or for neither
   int window;    // 0: all positions are seen
 };
 
@@ -60,6 +62,7 @@ struct Batch {
   long logits_stride;  // at least the vocabulary, in whole panels
 };
 
+constexpr int kHeadDimMax = 512;
 constexpr int kPad = 96;  // elements: whole panels, and whole vectors of both types
 constexpr int kRowsPerTask = 8;
 constexpr int kPhasesPerLayer = 8;
@@ -182,8 +185,8 @@ class TypedDecoder final : public Decoder {
     shape.window = layer.window;
     member.each(static_cast<int>(tiles_.size()) * model_.key_heads, [&](int task) {
       const Tile& tile = tiles_[task / model_.key_heads];
-      attend(shape, static_cast<const T*>(layer.keys), static_cast<const T*>(layer.values), model_.slots,
-             batch.span[tile.span], task % model_.key_heads, tile.first, tile.count, queries_[0], queries_.stride,
+      attend(shape, Cache<T>{layer.keys, static_cast<const T*>(layer.key_scales)},
+             Cache<T>{layer.values, static_cast<const T*>(layer.value_scales)}, model_.slots, batch.span[tile.span], task % model_.key_heads, tile.first, tile.count, queries_[0], queries_.stride,
              attended_[0], attended_.stride, *work_[member.number]);
     });
   }
@@ -259,12 +262,23 @@ class TypedDecoder final : public Decoder {
     float* from = qkv_[row];
     for (int head = 0; head < model_.heads; head++, from += dim)
       rotate(from, layer.query_norm, cosines, sines, queries_[row] + head * dim);
-    for (int head = 0; head < model_.key_heads; head++, from += dim)
-      rotate(from, layer.key_norm, cosines, sines, static_cast<T*>(layer.keys) + (head * model_.slots + batch.slots[row]) * dim);
+    T rounded[kHeadDimMax];
     for (int head = 0; head < model_.key_heads; head++, from += dim) {
-      T* to = static_cast<T*>(layer.values) + (head * model_.slots + batch.slots[row]) * dim;
-      for (int i = 0; i < dim; i += kLanes) store(to + i, load(from + i, lanes_below(dim - i)), lanes_below(dim - i));
+      rotate(from, layer.key_norm, cosines, sines, rounded);
+      keep(rounded, layer.keys, layer.key_scales, head * model_.slots + batch.slots[row]);
     }
+    for (int head = 0; head < model_.key_heads; head++, from += dim) {
+      for (int i = 0; i < dim; i += kLanes) store(rounded + i, load(from + i, lanes_below(dim - i)), lanes_below(dim - i));
+      keep(rounded, layer.values, layer.value_scales, head * model_.slots + batch.slots[row]);
+    }
+  }
+
+  void keep(const T* head, void* cache, void* scales, long slot) {
+    const int dim = model_.head_dim;
+    if (scales)
+      quantise(head, dim, static_cast<int8_t*>(cache) + slot * dim, static_cast<T*>(scales) + slot);
+    else
+      std::memcpy(static_cast<T*>(cache) + slot * dim, head, dim * sizeof(T));
   }
 
   void rotate(float* head, const float* norm, const float* cosines, const float* sines, T* out) {

@@ -7,6 +7,7 @@ import torch
 
 from workers.engine.attention_paged import Scratch
 from workers.engine.batch import PackedBatch
+from workers.engine.kv_int8 import Cache, Quantised
 from workers.engine.native.library import Batch, Library
 from workers.engine.native.llama import Parts
 from workers.engine.native.weights import PANEL_COLUMNS
@@ -57,17 +58,18 @@ class NativeDecoder:
         self._scratch = Scratch(torch.device("cpu"))
         self._tables = BlockTables()
         self._rotary = torch.empty(2, 0, 0)
-        self._caches: Sequence[tuple[torch.Tensor, torch.Tensor]] = []
+        self._caches: Sequence[tuple[Cache, Cache]] = []
         self._positions_max = 0
         self._handle = 0
 
-    def attach(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], positions_max: int) -> None:
+    def attach(self, caches: Sequence[tuple[Cache, Cache]], positions_max: int) -> None:
         """Use these keys and values, [key heads, slots, D] for each layer, for positions below `positions_max`."""
         self._release()
         self._caches = caches  # they are only pointed to from here on
         self._positions_max = positions_max
         for layer, (keys, values) in zip(self._parts.layers, caches, strict=True):
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            layer.keys, layer.key_scales = _addresses(keys)
+            layer.values, layer.value_scales = _addresses(values)
         self._parts.model.slots = caches[0][0].shape[1]
         self._handle = self._library.decoder(self._parts.model, self._half, self._tokens_max, self._threads)
 
@@ -116,3 +118,10 @@ class NativeDecoder:
 
     def __del__(self) -> None:
         self._release()
+
+
+def _addresses(cache: Cache) -> tuple[int, int | None]:
+    """Of its elements and of its scales, if it has any."""
+    if isinstance(cache, Quantised):
+        return cache.numbers.data_ptr(), cache.scales.data_ptr()
+    return cache.data_ptr(), None

@@ -22,6 +22,8 @@ class Layer(Structure):
         ("down", Matrix),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("window", c_int),
     ]
 

@@ -12,6 +12,7 @@ from workers.engine.native.weights import Packing
 
 # Pre-norm layers, RMSNorm, rotary embeddings in halves, attention without softcap and sinks, a gated feed-forward part.
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+HEAD_DIM_MAX = 512  # kHeadDimMax of decoder.cpp
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
 
 
@@ -34,7 +35,7 @@ def supported(model: Any, shapes: list[LayerShape]) -> bool:
         and config.hidden_act in ACTIVATIONS
         and not any(shape.special for shape in shapes)
         and len({(shape.heads, shape.key_dim, shape.value_dim, shape.query_heads) for shape in shapes}) == 1
-        and shapes[0].key_dim == shapes[0].value_dim
+        and shapes[0].key_dim == shapes[0].value_dim <= HEAD_DIM_MAX
     )
 
 
