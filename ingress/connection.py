@@ -60,10 +60,6 @@ class Connection(HttpToolsProtocol):
             # it answers nothing any more and is no idle connection either: the next head has begun
             self._head_until = time.monotonic() + self._settings.request_read_s
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head_until != math.inf:  # else it is a trailer
-            super().on_header(name, value)
-
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._head_until == math.inf:
@@ -77,6 +73,7 @@ class Connection(HttpToolsProtocol):
             raise self._too_large()
         self._unread = 0
         super().on_headers_complete()
+        self.headers = []  # what still comes are trailers: no headers of this request
         if len(self.pipeline) > PIPELINED_MAX:
             raise BadRequest(f"more than {PIPELINED_MAX} requests wait for their answers on this connection")
 

@@ -112,6 +112,13 @@ def test_what_is_no_http_is_refused_in_our_shape_and_fills_no_log(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_trailers_are_no_headers(front: Any, raw: Callable[..., Any], make: Any) -> None:
+    front.dispatcher.answer = make.says("hello")
+    chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(BODY), BODY)
+    with raw(front.port, LINE + chunked + b"x-version-pin: nowhere\r\n\r\n") as client:
+        assert b"hello" in client.read_until(b"[DONE]")
+
+
 def test_requests_ahead_of_their_answers_are_answered_in_order(front: Any, raw: Callable[..., Any], make: Any) -> None:
     front.dispatcher.answer = make.says("hello")
     with raw(front.port, REQUEST + LIVEZ + REQUEST) as client:
