@@ -33,7 +33,7 @@ class Quantised:
         """`given` [key heads, tokens, D] into `slots` [tokens]."""
         exact = given.float()
         scales = (exact.abs().amax(-1) * (HEADROOM / LEVELS)).to(self.scales.dtype)
-        divisors = scales.float().clamp_(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        divisors = scales.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
         numbers = (exact / divisors).round_().clamp_(-LEVELS, LEVELS)
         self.numbers.index_copy_(1, slots, numbers.to(torch.int8))
         self.scales.index_copy_(1, slots, scales)

@@ -11,6 +11,7 @@ from tiny_models import GROUPED, SIZES, save_byte_tokenizer, save_tiny_model
 from shared.records import EngineSettings
 from workers.engine import gate
 from workers.engine.load import LoadRefused, load_engine
+from workers.engine.memory import block_bytes
 
 
 def config(family: str, **settings: Any) -> Any:
@@ -137,6 +138,26 @@ def tiny(tmp_path: Path) -> Path:
 
 def test_an_unknown_dtype_is_refused(tiny: Path) -> None:
     assert "int3" in refused(tiny, EngineSettings(dtype="int3"))
+
+
+def test_an_unknown_type_of_keys_and_values_is_refused(tiny: Path) -> None:
+    reason = refused(tiny, EngineSettings(kv_dtype="fp8"))
+    assert "kv_dtype is one of auto, int8; not 'fp8'" in reason
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_is_served_with_keys_and_values_in_eight_bits(tiny: Path, dtype: str, kernels: str) -> None:
+    engine = load_engine("s3", tiny, EngineSettings(dtype=dtype, kernels=kernels, kv_dtype="int8"), 1)
+    outcome, other = run_all(engine, request("a", [1, 2, 3]), request("b", [9] * 40, max_tokens=5))
+    assert outcome.usage is not None
+    assert other.usage is not None
+
+
+def test_a_block_in_eight_bits_has_numbers_of_a_byte_and_scales() -> None:
+    shapes = [gate.LayerShape(torch.nn.Identity(), 3, 64, 48, 9, False)] * 2
+    assert block_bytes(shapes, torch.bfloat16) == 2 * 16 * 3 * (64 + 48) * 2
+    assert block_bytes(shapes, torch.bfloat16, int8=True) == 2 * 16 * 3 * (64 + 48 + 2 * 2)
 
 
 def test_more_length_than_the_model_has_is_refused(tiny: Path) -> None:

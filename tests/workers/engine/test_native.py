@@ -13,6 +13,7 @@ from workers.engine.batch import Packer
 from workers.engine.blocks import BLOCK_TOKENS, blocks_for
 from workers.engine.device import new_caches
 from workers.engine.device_cpu import _instructions_for
+from workers.engine.kv_int8 import Quantised
 from workers.engine.native import build, llama
 from workers.engine.native.decoder import BlockTables, NativeDecoder
 from workers.engine.native.library import Library
@@ -48,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class Served:
     """A tiny model in our kernels, and what it computes itself."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, threads: int = 2) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, threads: int = 2, int8: bool = False) -> None:
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention.NAME)
@@ -62,7 +63,8 @@ class Served:
         self.model = model
         self.vocabulary = model.config.vocab_size
         self.decoder = NativeDecoder(library, llama.parts_of(model, shapes, library, threads), dtype, 800, threads)
-        self.decoder.attach(new_caches(shapes, BLOCKS, dtype, CPU), 512)
+        self.caches = new_caches(shapes, BLOCKS, dtype, CPU, int8)
+        self.decoder.attach(self.caches, 512)
         self._packer = Packer(800, CPU)
         self._free = list(range(BLOCKS))[::-2] + list(range(BLOCKS))[::2]
 
@@ -127,6 +129,28 @@ def test_neither_chunks_nor_neighbours_nor_threads_change_a_bit(dtype: torch.dty
     results = [world.step((world.sequence(77), 77)) for world in worlds]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_a_cache_in_eight_bits_is_the_one_that_torch_would_make(dtype: torch.dtype, tmp_path: Path) -> None:
+    directory = save_tiny_model("qwen3", tmp_path, head_dim=22)
+    plain, small = (Served(directory, dtype, int8=int8) for int8 in (False, True))
+    sequences = [world.sequence(LENGTH) for world in (plain, small)]
+    expected = plain.own(sequences[0])
+    for world, sequence in zip((plain, small), sequences, strict=True):
+        logits = world.step((sequence, LENGTH))[0]
+        error = (logits - expected[-1]).norm() / (expected[-1] - expected[-1].mean()).norm()
+        assert error < gate.KV_ERROR_MAX["int8"] / 2
+    for exact, found in zip(plain.caches[0], small.caches[0], strict=True):  # the first layer reads no cache
+        assert isinstance(exact, torch.Tensor)
+        assert isinstance(found, Quantised)
+        made = Quantised((exact.shape[0], exact.shape[1], exact.shape[2]), dtype, CPU)
+        made.store(torch.arange(exact.shape[1]), exact)
+        assert torch.equal(made.numbers, found.numbers)
+        assert torch.equal(made.scales, found.scales)
+    again = small.sequence(LENGTH)
+    for count in (33, 70, 96, 1):
+        chunked = small.step((again, count))[0]
+    assert torch.equal(chunked, logits)
 
 
 def test_logits_of_any_rows(dtype: torch.dtype, tmp_path: Path) -> None:
