@@ -1,8 +1,9 @@
 """The listening socket: its address, and how several processes share a port without losing a connection.
 
 With `reuse_port` each process has a socket of its own on the port, and the kernel spreads new connections over them. One that
-closes its socket would reset what waits to be accepted there. So it first has the kernel give new connections to the others
-(SO_ATTACH_REUSEPORT_CBPF), takes what was given to it, and closes then.
+closes its socket would reset what waits to be accepted there. So it first has the kernel give new connections to another one
+(SO_ATTACH_REUSEPORT_CBPF), takes what was given to it, and closes then. What it told the kernel outlives it and would keep
+every connection from the rest, from a new one too: so those that go on take it back again and again.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 ATTACH_BPF, DETACH_BPF = 51, 68  # SO_ATTACH_REUSEPORT_CBPF, SO_DETACH_REUSEPORT_BPF
 BPF_RETURN = 0x06
 PROBE_S, PROBES = 0.3, 30
+SPREAD_EVERY_S = 5.0
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -34,10 +36,23 @@ def bind(settings: Settings) -> socket.socket:
     except OSError as error:
         bound.close()
         raise SettingsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    if settings.reuse_port:
-        with contextlib.suppress(OSError):  # there was nothing to take away
-            bound.setsockopt(socket.SOL_SOCKET, DETACH_BPF, 0)
     return bound
+
+
+def spread(bound: socket.socket) -> None:
+    """Have the kernel give new connections to all sockets on the port of `bound`, which listens."""
+    with contextlib.suppress(OSError):  # it does so already
+        bound.setsockopt(socket.SOL_SOCKET, DETACH_BPF, 0)
+
+
+async def keep_spreading(bound: socket.socket, goes_on: Callable[[], bool]) -> None:
+    """Until cancelled, `spread` every few seconds while this process `goes_on` (it listens and does not drain)."""
+    waited = False  # for the first time as soon as it listens
+    while True:
+        if goes_on():
+            spread(bound)
+            waited = True
+        await asyncio.sleep(SPREAD_EVERY_S if waited else PROBE_S / PROBES)
 
 
 async def steer_away(bound: socket.socket, took: Callable[[int], bool]) -> None:
@@ -62,6 +77,7 @@ async def steer_away(bound: socket.socket, took: Callable[[int], bool]) -> None:
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
+    await asyncio.sleep(PROBE_S / 10)  # what was given to this process before is taken
 
 
 def _steer(bound: socket.socket, index: int) -> None:

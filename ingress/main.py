@@ -20,7 +20,7 @@ from ingress.app import build_app
 from ingress.connection import Connection
 from ingress.context import Context
 from ingress.keys import Keys
-from ingress.listening import bind, steer_away
+from ingress.listening import bind, keep_spreading, steer_away
 from ingress.router import Router
 from ingress.watches import Watches
 from shared import lifeline
@@ -117,6 +117,8 @@ async def serve_until(stop: asyncio.Event, context: Context, bound: socket.socke
         group.create_task(server.serve(sockets=[bound]))
         heads_every_s = min(HEADS_EVERY_S, settings.request_read_s / 4)
         watching = [group.create_task(context.watch_clients()), group.create_task(server.watch_heads(heads_every_s))]
+        if settings.reuse_port:
+            watching.append(group.create_task(keep_spreading(bound, lambda: server.started and not context.draining)))
         await stop.wait()
         reserve_s = min(LAST_WRITES_S, settings.drain_budget_s / 10)
         deadline = loop.time() + settings.drain_budget_s - reserve_s
@@ -125,6 +127,8 @@ async def serve_until(stop: asyncio.Event, context: Context, bound: socket.socke
         if settings.reuse_port:
             await steer_away(bound, server.took)
         await asyncio.sleep(min(settings.drain_linger_s, settings.drain_budget_s / 4))
+        if settings.reuse_port:
+            await steer_away(bound, server.took)  # others may have taken it back meanwhile
         server.stop_listening()
         await drain(context, deadline)
         server.should_exit = True
