@@ -7,6 +7,7 @@ first and the record comes last, so that a record always has its files. The cont
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,7 @@ async def push(
     Raises BadRequest (names, files), Conflict (the version exists and is another), ObjectsUnavailable or Unavailable.
     """
     check_names(model, version)
+    check_limits(limits or VersionLimits())
     record = Version(
         model=model,
         version=version,
@@ -88,6 +90,16 @@ def check_names(model: str, version: str) -> None:
         _check_name(param, name)
     if version in RESERVED_ALIASES:
         raise BadRequest(f"{version} is the name of an alias and cannot be a version", param="version")
+
+
+def check_limits(limits: VersionLimits) -> None:
+    """Raises BadRequest for limits that contradict each other, or that cannot be stored."""
+    if limits.max_replicas is not None and limits.min_replicas > limits.max_replicas:
+        raise BadRequest(
+            f"min_replicas {limits.min_replicas} is over max_replicas {limits.max_replicas}", param="limits"
+        )
+    if limits.idle_seconds is not None and not 0 <= limits.idle_seconds < math.inf:
+        raise BadRequest(f"idle_seconds must be a number of seconds, not {limits.idle_seconds}", param="limits")
 
 
 def check_same(existing: Version, pushed: Version) -> None:

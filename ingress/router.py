@@ -162,7 +162,7 @@ def _servable(version: Version) -> Version:
         raise VersionRetired(f"{name} was taken out of service", param="model")
     if version.state == "failed":
         raise VersionFailed(f"{name} cannot be served: {version.reason}", param="model")
-    if version.state == "registered":
+    if version.state != "available":
         raise Unavailable(f"{name} is still being registered", param="model", retry_after=REGISTERING_RETRY_S)
     if version.limits.max_replicas == 0:
         raise NoCapacity(f"{name} has max_replicas 0", param="model")

@@ -18,6 +18,7 @@ import msgspec
 from shared import subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
 from shared.errors import (
+    BadRequest,
     HeadraceError,
     Internal,
     QueueFull,
@@ -118,6 +119,10 @@ class Dispatcher:
         `keyed`: others may publish it too, under the same rid. `resumable` or keyed: it outlives its reader for the grace.
         Raises TooLarge, QueueFull or Unavailable; then it was not accepted as far as can be known.
         """
+        try:
+            body = wire.encode_request(request)
+        except wire.Malformed as error:
+            raise BadRequest(f"the request cannot be stored: {error}") from None
         home = self._homes[0]
         if keyed and request.rid in home.streams:
             home = await self._home_without(request.rid)
@@ -133,7 +138,7 @@ class Dispatcher:
             keyed=keyed,
             resumable=resumable,
         )
-        stream = Stream(self, request, tenant, requester, wire.encode(request))
+        stream = Stream(self, request, tenant, requester, body)
         home.streams[stream.rid] = stream
         self._queued[tenant] = self._queued.get(tenant, 0) + 1
         subject = subjects.request(request.model, request.version, subjects.LANE_FAST, tenant)

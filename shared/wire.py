@@ -289,6 +289,14 @@ def decode_request(data: bytes, headers: Mapping[str, str]) -> Request:
     return (_decode_request_json if as_json else _decode_request_msgpack)(data)
 
 
+def encode_request(request: Request) -> bytes:
+    """The body of a message in REQ. Raises Malformed for what msgpack has no room for: a long integer, deep nesting."""
+    try:
+        return encode(request)
+    except (OverflowError, RecursionError) as error:
+        raise Malformed(str(error)) from None
+
+
 def encode_batches(batch: Callable[[list[Item]], Any], items: list[Item], bytes_max: int) -> Iterator[bytes]:
     """`batch(items)` encoded, in as many parts as keep each within `bytes_max`; a single item may be over it."""
     data = encode(batch(items))

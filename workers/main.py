@@ -89,12 +89,12 @@ class Worker:
         self._state = "active"
         leases.changed()
         log.info("active after %.1f s: %s", time.time() - self._born, self._show_phases())
-        hung = asyncio.create_task(server.watch_engine())
+        useless = asyncio.create_task(server.watch())
         stopped = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({hung, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if hung.done():
-                log.error("the engine finished no step for %.0f s: ending", self._settings.step_ms_max / 1000)
+            await asyncio.wait({useless, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if useless.done():
+                log.error("%s: ending", useless.result())
                 await server.abandon()
                 logging.shutdown()
                 os._exit(EXIT_HUNG)  # its thread cannot be joined
@@ -102,9 +102,9 @@ class Worker:
             leases.changed()
             await server.drain()
         finally:
-            for task in (hung, stopped):
+            for task in (useless, stopped):
                 task.cancel()
-            await asyncio.gather(hung, stopped, return_exceptions=True)
+            await asyncio.gather(useless, stopped, return_exceptions=True)
             await server.stop()
         return 0
 

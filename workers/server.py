@@ -117,14 +117,18 @@ class WorkerServer:
         await asyncio.to_thread(self._engine.stop)
         self._prepare_thread.shutdown(cancel_futures=True)
 
-    async def watch_engine(self) -> None:
-        """Returns when the engine has finished no step within `step_ms_max` while one was running."""
+    async def watch(self) -> str:
+        """Returns why this worker is of no use any more: the engine hangs, or one of the loops has ended by a defect."""
         limit_s = self._settings.step_ms_max / 1000
         while True:
             await asyncio.sleep(min(0.5, limit_s / 4))
             started = self._engine.stats().step_started
             if started and time.monotonic() - started > limit_s:
-                return
+                return f"the engine finished no step for {limit_s:.0f} s"
+            for loop in self._loops:
+                if loop.done() and not loop.cancelled():
+                    log.critical("a loop of the worker has ended", exc_info=loop.exception())
+                    return "a loop of the worker has ended"
 
     async def abandon(self) -> None:
         """The engine hangs: hand every message back and fall silent."""

@@ -82,7 +82,7 @@ class ProcessScaler:
         self._drop_old_logs()
         with open(self._log_file(worker), "ab") as output:
             child = subprocess.Popen(
-                [*self._command, "--model", model, "--version", version, "--worker-id", worker],
+                [*self._command, f"--model={model}", f"--version={version}", "--worker-id", worker],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -188,9 +188,12 @@ def _signal(process: WorkerProcess, number: signal.Signals) -> None:
 
 
 def _carries(pid: int, worker: str) -> bool:
-    """Whether the live process `pid` has `worker` among its arguments; a zombie has none."""
+    """Whether the live process `pid` was started as `worker`; a zombie has no arguments.
+
+    A lease can claim anything, so that a process that merely has the word among its arguments must not do.
+    """
     try:
-        return worker.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"\0--worker-id\0%b\0" % worker.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

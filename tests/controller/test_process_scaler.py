@@ -67,13 +67,13 @@ def test_a_worker_gets_its_arguments_the_settings_the_lifeline_a_session_and_a_l
     read_end, write_end = os.pipe()
     try:
         scaler = workers.scaler(SHOW + "; os.fstat(int(os.environ['HEADRACE_LIFELINE_FD']))", lifeline_fd=read_end)
-        worker = scaler.start("org/m", "v1")
+        worker = scaler.start("-org/m", "-v1")
         (ended,) = until(scaler.reap)
     finally:
         os.close(read_end)
         os.close(write_end)
-    assert (ended.worker, ended.model, ended.version, ended.code) == (worker, "org/m", "v1", 0)
-    arguments = ["--model", "org/m", "--version", "v1", "--worker-id", worker]
+    assert (ended.worker, ended.model, ended.version, ended.code) == (worker, "-org/m", "-v1", 0)
+    arguments = ["--model=-org/m", "--version=-v1", "--worker-id", worker]  # a name may look like an option
     assert workers.log(worker).strip() == f"{arguments} {read_end} True"
     assert ended.last_line == workers.log(worker).strip()
     assert not scaler.workers

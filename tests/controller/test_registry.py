@@ -234,6 +234,18 @@ def test_a_directory_that_is_no_model_is_refused(
     assert bench.run(lambda bus: registry.find_version(bus, bench.model, "v1")) is None
 
 
+def test_limits_that_contradict_each_other_or_cannot_be_stored_are_refused() -> None:
+    registry.check_limits(VersionLimits(min_replicas=2, max_replicas=2, idle_seconds=0))
+    for limits in (
+        VersionLimits(min_replicas=3, max_replicas=2),
+        VersionLimits(idle_seconds=float("inf")),
+        VersionLimits(idle_seconds=float("nan")),
+        VersionLimits(idle_seconds=-1),
+    ):
+        with pytest.raises(BadRequest):
+            registry.check_limits(limits)
+
+
 def test_other_sources_and_lengths_are_refused(bench: Bench, directory: Path) -> None:
     with pytest.raises(BadRequest, match="is no directory"):
         bench.push(directory / "nothing")

@@ -27,6 +27,7 @@ def router(make: Any) -> Router:
         make.version("bad", state="failed", reason="weights are corrupt", created=30),
         make.version("old", state="retired", created=5),
         make.version("new", state="registered", created=40),
+        make.version("later", state="of a later release", created=45),
         make.version("none", limits=VersionLimits(max_replicas=0), created=50),
         make.version("v1", model="Qwen/Qwen3-0.6B", created=3),
         make.version("gone", model="retired-only", state="retired"),
@@ -67,6 +68,7 @@ def test_a_reference_names_a_version(router: Router, reference: str, pin: str | 
         ("m@bad", None, VersionFailed, "weights are corrupt"),
         ("m@old", None, VersionRetired, "out of service"),
         ("m@new", None, Unavailable, "still being registered"),
+        ("m@later", None, Unavailable, "still being registered"),
         ("m@none", None, NoCapacity, "max_replicas 0"),
         ("m@coming", None, Unavailable, "`v9`"),
         ("early", None, Unavailable, "`v7`"),  # the route's record came first

@@ -127,6 +127,16 @@ def test_a_message_is_handed_back_to_its_ack_subject_only(ack: str) -> None:
         wire.decode_from_worker(wire.encode(FromWorker("w", [Accepted("r", "c", 1, ack, 0)])))
 
 
+@pytest.mark.parametrize("depth", [0, 5000])
+def test_what_msgpack_has_no_room_for_is_malformed(depth: int) -> None:
+    value: Any = 10**30
+    for _ in range(depth):
+        value = [value]
+    message = ChatMessage("assistant", "x", tool_calls=[{"a": value}])
+    with pytest.raises(Malformed):
+        wire.encode_request(Request("a", "m", "v", Input(messages=[message])))
+
+
 def test_a_frame_is_even_when_its_lists_have_one_length() -> None:
     score = wire.Logprob(1, -0.5, b"a")
     assert wire.is_even(Frame("r", "c", "s", 0, 0, [1], ["a"], [score]))

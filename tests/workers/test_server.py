@@ -20,7 +20,11 @@ from shared.errors import (
     VersionRetired,
 )
 from shared.records import Version
+from workers.claims import ClaimTable
+from workers.engine.load import load_engine
 from workers.main import EXIT_FAILED, EXIT_HUNG
+from workers.metrics import WorkerMetrics
+from workers.server import WorkerServer
 
 from .conftest import Fleet, read, text_of, until
 
@@ -222,6 +226,34 @@ def test_what_is_no_request_goes_to_the_dead_letters_and_the_worker_goes_on(run_
         log = fleet.log(worker)
         assert "Traceback" not in log
         assert "connection lost" not in log
+
+    run_fleet(work)
+
+
+def test_a_request_that_cannot_be_stored_is_refused_before_it_counts(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        message = wire.ChatMessage("assistant", "x", tool_calls=[{"a": 10**30}])
+        request = wire.Request(wire.new_id(), "m", "v", wire.Input(messages=[message]))
+        with pytest.raises(BadRequest, match="cannot be stored"):
+            await fleet.dispatcher.submit(request, subjects.LOCAL_TENANT)
+        assert fleet.dispatcher.queued(subjects.LOCAL_TENANT) == 0
+        assert fleet.dispatcher.open_streams == 0
+
+    run_fleet(work)
+
+
+def test_a_worker_whose_loop_has_ended_says_so(run_fleet: RunFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(fleet: Fleet) -> None:
+        version = Version(model="m", version="v", state="available", source="sim:zero")
+        engine = load_engine(version.source, None, version.engine, 0)
+        metrics = WorkerMetrics("m", "v")
+        server = WorkerServer(fleet.bus, fleet.settings, version, "w9", engine, metrics, lambda _seconds: None)
+        await server.start()
+        monkeypatch.setattr(ClaimTable, "tick", lambda *_: 1 / 0)
+        async with asyncio.timeout(5):
+            assert "loop" in await server.watch()
+        await server.abandon()
+        await server.stop()
 
     run_fleet(work)
 
