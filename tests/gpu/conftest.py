@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "workers" / "engine")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "tests" / "workers" / "engine"), str(ROOT / "bench"), str(ROOT)]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

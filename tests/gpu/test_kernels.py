@@ -53,6 +53,14 @@ def test_heads_of_other_sizes(shape: str, device: torch.device) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_kernel_in_float16(device: torch.device) -> None:
+    """Not bfloat16: the interpreter multiplies its bits."""
+    world = World(TritonLayer, SHAPES["odd"], [40, 5], variant_named("all", QUERY_HEADS, device), device, torch.float16)
+    for counts in ([30, 4], [9, 0], [1, 1]):
+        got, expected = world.step(counts)
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,11 +5,11 @@ compiler needed; 16-bit types and full or sliding attention only. `torch`: atten
 """
 
 import importlib.util
+import inspect
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from workers.engine.attention import Variant
 from workers.engine.attention_plan import Tiling
@@ -78,6 +78,8 @@ class VarlenLayer:
         self._cache = cache
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
         if variant.softcap is not None or variant.sinks is not None:
             raise NotImplementedError("attention=varlen has no softcap and no sinks")
         batch, cache = self._current.batch, self._cache
@@ -127,6 +129,14 @@ def lengths_of(batch: CudaBatch) -> Lengths:
     return Lengths(offsets[0], offsets[1], int(batch.counts.max()), int(batch.lengths.max()), slots)
 
 
+def varlen_available() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
 def _why_not(
     name: str, shapes: list[LayerShape], dtype: torch.dtype, kv_dtype: torch.dtype, capability: tuple[int, int]
 ) -> str | None:
@@ -140,6 +150,8 @@ def _why_not(
         if kv_dtype == torch.float8_e4m3fn and capability < (8, 9):
             return "kv_dtype=fp8 needs a device of compute capability 8.9; int8 needs no more than 8.0"
         return None
+    if not varlen_available():
+        return "this torch has no varlen_attn with windows and grouped heads"
     if kv_dtype != dtype or dtype.itemsize != 2:
         return "keys and values are float16 or bfloat16, as the model is"
     if any(shape.key_dim != shape.value_dim for shape in shapes):

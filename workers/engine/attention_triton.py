@@ -29,7 +29,7 @@ class TritonLayer:
         batch = self._current.batch
         q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))
         store(k, v, batch.slots, self._cache)
-        out = torch.empty((q.shape[1], q.shape[0], v.shape[2]), dtype=q.dtype, device=q.device)
+        out = _output(batch, (q.shape[1], q.shape[0], v.shape[2]), q)
         partials = _partials(batch, q.shape[0], v.shape[2])
         for items, queries in ((batch.small, self._tiling.small), (batch.large, self._tiling.large)):
             if len(items):
@@ -167,6 +167,18 @@ def padded(size: int) -> int:
 def largest(dtype: torch.dtype) -> float:
     """The largest number of an 8-bit type."""
     return torch.finfo(dtype).max if dtype.is_floating_point else float(torch.iinfo(dtype).max)
+
+
+def _output(batch: CudaBatch, shape: tuple[int, int, int], q: torch.Tensor) -> torch.Tensor:
+    """[tokens, query heads, Dv], used by one layer after another. Rows that nobody computes stay 0: garbage in them would
+    become NaN on its way through a model.
+    """
+    key = ("output", shape)
+    found = batch.shared.get(key)
+    if found is None:
+        found = batch.shared[key] = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def _partials(batch: CudaBatch, query_heads: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """All that is particular to a GPU when a model is loaded: attention, packing, the cache and its size, decode graphs."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ def cuda_devices(
     return [kinds[name] for name in names]
 
 
-class CudaDevice:
+class CudaDevice(ABC):
     """The `Device` of a GPU; which attention it has is for its kinds to say."""
 
     def __init__(
@@ -108,11 +109,11 @@ class CudaDevice:
         log.info("memory: %s; %d blocks of %d bytes", room, blocks, per_block)
         return blocks
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027  # a kind may leave it so
         """Nothing needs the final cache."""
 
-    def _layer(self, cache: Cache) -> Layer:
-        raise NotImplementedError
+    @abstractmethod
+    def _layer(self, cache: Cache) -> Layer: ...
 
     def _graph_bytes(self) -> int:
         """What decode graphs will take."""
