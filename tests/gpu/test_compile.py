@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import INTERPRETED
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
