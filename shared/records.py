@@ -1,7 +1,7 @@
 """What the KV buckets hold. One writer each: the registry (models, routes), a worker (its lease); ingresses (idempotency)."""
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,10 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     slots: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] | None = None  # sequences in a batch; None: from memory
     kv_blocks: Annotated[int, Meta(ge=1, le=BLOCKS_MAX)] | None = None  # blocks of 16 tokens; None: from memory
     prefill_chunk: Annotated[int, Meta(ge=1)] = 512  # prompt tokens in one step at most
+    tpot_ms_target: Annotated[float, Meta(gt=0)] | None = None  # for 99 of 100 tokens; None: 30 on a GPU, else no bound
+    ttft_ms_target: Annotated[float, Meta(gt=0)] | None = None  # None: none
+    slots_reserved_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.1  # and of KV blocks: out of any one tenant's reach
+    prefix_cache: Literal["tenant", "shared", "off"] = "tenant"  # shared by all: what others ask can be timed
     engine: str = "headrace"  # headrace | vllm: another engine behind the same protocol, an optional extra
     tensor_parallel: int = 1  # GPUs that share the model; more than one with engine=vllm only
     kv_dtype: str = "auto"  # of keys and values: auto (the model's) | int8 | fp8 (on a GPU)

@@ -10,28 +10,32 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from itertools import compress
+from itertools import compress, islice
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import msgspec
 
-from shared.errors import EngineFailed, HeadraceError
+from shared.errors import ContextLength, EngineFailed, HeadraceError
+from shared.records import EngineSettings
 from shared.wire import Input, Logprob, Sampling
 from workers.engine.blocks import BlockPool
 from workers.engine.checks import check_ids, check_length, check_sampling
+from workers.engine.observer import StepObserver
 from workers.engine.out_of_memory import give_back, is_lost, is_out_of_memory
+from workers.engine.pacer import Cost, Pacer
+from workers.engine.probe import measure
 from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
 from workers.engine.runs import Choice, Run
-from workers.engine.scheduler import Admission, Fifo, Scheduler, Sequence, StepPlan
+from workers.engine.scheduler import Scheduler
+from workers.engine.sequence import Sequence, StepPlan
 from workers.engine.text import TextSide
 
 FAILURES_MAX = 3  # steps that may raise with a sequence in them before it is given up
+TPOT_MS_TARGET_GPU = 30.0
 UNREAD_STEPS_MAX = 2  # handed to the event loop and not yet taken: over it the engine waits, whatever its speed
 
-LOST = (
-    -math.inf
-)  # as the begin of the step now running: longer ago than any limit, so that the worker gives up and ends
+LOST = -math.inf  # as the begin of the step now running: longer ago than any limit, so that the worker ends
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +45,13 @@ class DeviceLost(Exception):
 
 
 class Drawn(msgspec.Struct, gc=False):
-    """The tokens of one step, one for each slice that samples, in the order of the plan."""
+    """The tokens of one step, in the order of the plan's slices that sample."""
 
     tokens: list[int]
-    logprobs: list[Logprob | None] | None = None  # None: nobody asked
+    logprobs: list[Logprob | None] | None = None  # one for each token; None: nobody asked
     prompt_logprobs: list[list[Logprob]] = []  # for each slice that scores (`Slice.scored`), in the order of the plan
     failed: list[tuple[Sequence, Exception]] = []  # what they have in the lists above is of no use
+    counts: list[int] | None = None  # tokens of each slice that samples, where drafts were verified; None: one each
 
 
 class Runner(Protocol):
@@ -67,16 +72,20 @@ class BatchEngine:
         runner: Runner,
         text: TextSide,
         info: EngineInfo,
-        prefill_chunk: int,
+        settings: EngineSettings,
         max_tokens_default: int | None = None,
-        admission: Callable[[], Admission] = Fifo,
+        cost: Cost | None = None,
     ) -> None:
+        """`cost`: of a step, where it is known; else it is measured at the start, if there is a target for it."""
         self.info = info
         self._runner = runner
         self._text = text
-        self._prefill_chunk = prefill_chunk
+        self._settings = settings
         self._max_tokens_default = max_tokens_default
-        self._admission = admission
+        target = settings.tpot_ms_target
+        if target is None and info.device.startswith("cuda"):
+            target = TPOT_MS_TARGET_GPU
+        self._pacer = Pacer(target, cost)
         self._inbox: SimpleQueue[EngineRequest | str | None] = SimpleQueue()
         self._runs: dict[str, Run] = {}
         self._scheduler = self._new_scheduler()
@@ -87,6 +96,7 @@ class BatchEngine:
         self._generated_tokens = 0
         self._preemptions = 0
         self._step_started = 0.0
+        self._observer = StepObserver(settings.ttft_ms_target)
         self._stopping = False
         self._unread: SimpleQueue[None] = SimpleQueue()  # a semaphore, at a tenth of threading's price
         for _ in range(UNREAD_STEPS_MAX):
@@ -138,33 +148,62 @@ class BatchEngine:
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
             step_started=self._step_started,
+            step_ms=self._observer.step_ms,
+            blocks_cached=scheduler.pool.cached,
+            cache_queries=scheduler.cache.queries,
+            cache_hits=scheduler.cache.hits,
+            blocked=scheduler.blocked,
+            late=self._observer.late,
+            service=scheduler.ledger.service,
+            jain=scheduler.ledger.jain,
         )
 
     # -- the engine thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._measure()
         while not self._stopping:
-            events: list[TokenEvent] = []
             try:
-                self._intake(events)
-                if not self._scheduler.idle:
-                    self._step(events)
+                events = self._turn()
             except DeviceLost:
                 log.critical("the device is lost, with %d runs", len(self._runs), exc_info=True)
                 self._step_started = LOST
                 return
-            except Exception as error:  # a broken invariant of ours: nothing in this engine's state can be trusted
-                log.critical("the engine starts over, %d runs fail", len(self._runs), exc_info=True)
-                events = self._start_over(error)
-            self._step_started = 0.0
             if events:
                 self._publish(events)
+
+    def _turn(self) -> list[TokenEvent]:
+        """One turn of the loop: intake, and a step if there is anything to compute. Raises DeviceLost."""
+        events: list[TokenEvent] = []
+        try:
+            self._intake(events)
+            if not self._scheduler.idle:
+                self._step(events)
+        except DeviceLost:
+            raise
+        except Exception as error:  # a broken invariant of ours: nothing in this engine's state can be trusted
+            log.critical("the engine starts over, %d runs fail", len(self._runs), exc_info=True)
+            events = self._start_over(error)
+        self._step_started = 0.0
+        return events
+
+    def _measure(self) -> None:
+        if self._pacer.target is None or self._pacer.cost is not None:
+            return
+        self._step_started = time.monotonic()
+        try:
+            self._pacer.cost = measure(self._runner, self.info, self._settings.prefill_chunk)
+        except Exception as error:  # whatever a model or a kernel raises: it will raise again where it matters
+            log.error("the cost of a step cannot be measured, and there is no bound on it", exc_info=error)
+        self._step_started = 0.0
+        log.info("a step costs %s ms", self._pacer.cost)
 
     def _intake(self, events: list[TokenEvent]) -> None:
         """Take in what was submitted and cancelled; wait for it if there is nothing else to do."""
         if self._scheduler.idle:
             self._scheduler.pool.check()
             assert self._scheduler.pool.used == 0, f"idle, and {self._scheduler.pool.used} blocks are held"
+            self._observer.idle(self._scheduler)
             self._take(self._inbox.get(), events)
         while True:
             try:
@@ -197,7 +236,7 @@ class BatchEngine:
         for choice in run.choices:
             events += run.opening(choice)
             if choice.text.finish is None or choice.score_from is not None:
-                self._scheduler.add(choice)
+                self._scheduler.add(choice, request.limits)
             else:
                 events.append(run.event(choice, [], [], None))
         if run.open == 0:
@@ -210,16 +249,22 @@ class BatchEngine:
             check_ids(ids, self._text.vocabulary_size, "prompt")
         check_length(prompt_tokens, request.sampling.max_tokens, self.info.max_model_len)
         wanted = request.sampling.max_tokens
+        length_max = min(self.info.max_model_len, self._scheduler.capacity(request.limits))
+        least = prompt_tokens + (wanted or 1)  # with the last logits of a prompt comes a token, wanted or not
+        if least > length_max:
+            raise ContextLength(
+                f"The memory that you may use at a time holds {length_max} tokens. However, you requested {least} tokens."
+            )
         if wanted is None:
-            wanted = self._max_tokens_default or self.info.max_model_len
-        # With the last logits of a prompt comes a token, whether it is wanted or not.
-        return min(prompt_tokens + max(wanted, 1), self.info.max_model_len)
+            wanted = self._max_tokens_default or length_max
+        return min(prompt_tokens + max(wanted, 1), length_max)
 
     def _step(self, events: list[TokenEvent]) -> None:
-        plan = self._scheduler.plan(self.info.slots + self._prefill_chunk)
+        begin = time.monotonic()
+        plan = self._scheduler.plan()
         assert plan.slices, "nothing to compute, and not idle"
         self._preemptions += plan.preempted
-        self._step_started = time.monotonic()
+        self._step_started = begin
         shrunk = False
         try:
             drawn = self._runner.sample(plan, self._runner.forward(plan))
@@ -236,10 +281,11 @@ class BatchEngine:
             return
         if drawn.failed:
             plan, drawn = self._without_failed(plan, drawn, events)
-        self._scheduler.commit(plan, drawn.tokens)
+        self._scheduler.commit(plan, drawn.tokens, drawn.counts)
         self._steps += 1
         self._generated_tokens += len(drawn.tokens)
         logprobs = iter(drawn.logprobs) if drawn.logprobs is not None else None
+        counts = iter(drawn.counts) if drawn.counts is not None else None
         tokens, prompt_logprobs = iter(drawn.tokens), iter(drawn.prompt_logprobs)
         for part in plan.slices:
             choice = part.sequence
@@ -249,7 +295,9 @@ class BatchEngine:
                 if self._runs.get(choice.run.key) is choice.run:
                     events.append(choice.run.scored(choice, scored.stop, scores))
             if part.samples:
-                self._emit(choice, next(tokens), next(logprobs) if logprobs else None, events)
+                ids = list(islice(tokens, next(counts))) if counts is not None else [next(tokens)]
+                self._emit(choice, ids, list(islice(logprobs, len(ids))) if logprobs else None, events)
+        self._observer.step(self._scheduler, plan, begin, time.monotonic())
 
     def _without_failed(self, plan: StepPlan, drawn: Drawn, events: list[TokenEvent]) -> tuple[StepPlan, Drawn]:
         """End the runs that failed in this step; the rest of it. Nothing of an ended run may be committed."""
@@ -260,28 +308,44 @@ class BatchEngine:
         lives = [self._runs.get(part.sequence.key) is not None for part in plan.slices]
         samples = [alive for part, alive in zip(plan.slices, lives, strict=True) if part.samples]
         scores = [alive for part, alive in zip(plan.slices, lives, strict=True) if part.scored]
+        counts = drawn.counts or [1] * len(samples)
+        tokens = [alive for alive, count in zip(samples, counts, strict=True) for _ in range(count)]
         rest = Drawn(
-            list(compress(drawn.tokens, samples)),
-            None if drawn.logprobs is None else list(compress(drawn.logprobs, samples)),
+            list(compress(drawn.tokens, tokens)),
+            None if drawn.logprobs is None else list(compress(drawn.logprobs, tokens)),
             list(compress(drawn.prompt_logprobs, scores)),
+            counts=None if drawn.counts is None else list(compress(counts, samples)),
         )
         return StepPlan(list(compress(plan.slices, lives)), plan.preempted), rest
 
-    def _emit(self, choice: Choice, token: int, logprob: Logprob | None, events: list[TokenEvent]) -> None:
+    def _emit(
+        self, choice: Choice, ids: list[int], logprobs: list[Logprob | None] | None, events: list[TokenEvent]
+    ) -> None:
         run = choice.run
         if self._runs.get(run.key) is not run:
             return  # another choice of the run failed in this step
-        if choice.text.finish is not None:  # nothing was asked for but the prompt
-            choice.tokens.pop()
+        output = choice.text
+        is_over = output.finish is not None
+        if is_over:  # nothing was asked for but the prompt
+            del choice.tokens[-len(ids) :]
             self._hand_out(choice, [], [], None, events)
             return
+        text = []
         try:
-            text = choice.text.push(token)
+            for token in ids:
+                text.append(output.push(token))
+                if output.finish is not None:
+                    break
         except Exception as error:
-            log.exception("run %s: no text for token %d", run.key, token)
+            log.exception("run %s: no text for the tokens %s", run.key, ids)
             self._fail(run, error, events)
             return
-        self._hand_out(choice, [token], [text], None if logprob is None else [logprob], events)
+        if len(text) < len(ids):  # what a draft had behind the end
+            del choice.tokens[len(text) - len(ids) :]
+            ids = ids[: len(text)]
+        asked = logprobs is not None and logprobs[0] is not None
+        known = [each for each in logprobs[: len(ids)] if each is not None] if asked and logprobs else None
+        self._hand_out(choice, ids, text, known, events)
 
     def _hand_out(
         self,
@@ -313,6 +377,8 @@ class BatchEngine:
         self._scheduler.check()
 
     def _fail(self, run: Run, error: Exception, events: list[TokenEvent]) -> None:
+        for choice in run.choices:  # what they computed may be the cause, and must not spread
+            self._scheduler.pool.forget(choice.blocks)
         self._end(run)
         message = f"the engine failed on this request: {type(error).__name__}: {error}"
         events.append(TokenEvent(key=run.key, choice=0, error=(EngineFailed.code, message)))
@@ -332,8 +398,15 @@ class BatchEngine:
         return events
 
     def _new_scheduler(self) -> Scheduler:
-        pool = BlockPool(self.info.blocks_total)
-        return Scheduler(pool, self.info.slots, self._prefill_chunk, self._admission())
+        return Scheduler(
+            BlockPool(self.info.blocks_total),
+            self.info.slots,
+            self._settings.prefill_chunk,
+            reserved_fraction=self._settings.slots_reserved_fraction,
+            length_max=self.info.max_model_len,
+            pacer=self._pacer,
+            prefix_cache=self._settings.prefix_cache,
+        )
 
     def _publish(self, events: list[TokenEvent]) -> None:
         self._unread.get()

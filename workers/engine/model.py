@@ -23,7 +23,7 @@ from workers.engine.load import LoadRefused
 from workers.engine.memory import available
 from workers.engine.request import EngineInfo
 from workers.engine.sampler import Sampler
-from workers.engine.tokenizer import HuggingFaceText, load_tokenizer
+from workers.engine.tokenizer import HuggingFaceText, end_ids, load_tokenizer
 
 SLOTS_CPU = 64
 SLOTS_CUDA = 256
@@ -65,7 +65,8 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     with phases("gate"):
         shapes = gate.probe(model, config.get_text_config().num_hidden_layers)
         reference = gate.reference_logits(model)
-    text = HuggingFaceText(tokenizer, reference.shape[-1], _end_ids(model, tokenizer))
+    ends = end_ids(getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
+    text = HuggingFaceText(tokenizer, reference.shape[-1], ends)
     slots = settings.slots or (SLOTS_CPU if device.type == "cpu" else SLOTS_CUDA)
     sampler = Sampler(text.end_ids, text.token_bytes, text.special_ids)
     arguments = (model, shapes, sampler, settings, dtype, slots, max_model_len)
@@ -84,7 +85,7 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
         load_seconds=phases.seconds,
     )
     log.info("loaded %s: %s", directory.name, info)
-    return BatchEngine(side.runner, text, info, settings.prefill_chunk)
+    return BatchEngine(side.runner, text, info, settings)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -178,12 +179,3 @@ def _free(device: torch.device) -> tuple[int, str]:
         free, total = torch.cuda.mem_get_info(device)
         return free, f"{torch.cuda.get_device_name(device)}'s {sizing.gib(total)}"
     return available(), "memory"
-
-
-def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The ids that end an output, wherever the model's files name them."""
-    found: set[int] = set()
-    for named in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
-        ids = getattr(named, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(found)

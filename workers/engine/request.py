@@ -9,6 +9,14 @@ import msgspec
 from shared.wire import Input, Logprob, Sampling, Usage
 
 
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant may have of one engine."""
+
+    weight: float = 1.0  # its share against the others'
+    slots_max: int | None = None  # sequences in the batch; None: what is not reserved
+    blocks_max: int | None = None  # KV blocks; None: what is not reserved
+
+
 class EngineRequest(msgspec.Struct, kw_only=True):
     """A prompt to continue. `key` names one run of it: a restarted generation has a fresh key."""
 
@@ -17,6 +25,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     prompt_ids: list[int]
     sampling: Sampling
     prefix: list[list[int]] = []  # per choice: ids handed out before (by another worker), an echo's too; [] = none
+    limits: TenantLimits = TenantLimits()  # the tenant's, as of now
+    admit_by: float | None = None  # time.monotonic() by which it should be in the batch; None: no matter when
 
 
 class TokenEvent(msgspec.Struct, kw_only=True):
@@ -63,6 +73,14 @@ class EngineStats(msgspec.Struct, kw_only=True):
     generated_tokens: int
     preemptions: int
     step_started: float  # time.monotonic() when the step now running began; 0.0 between steps; -inf: the engine is lost
+    step_ms: float = 0.0  # a moving mean
+    blocks_cached: int = 0  # free, with contents that can still be matched
+    cache_queries: int = 0  # prompt tokens looked up in the prefix cache
+    cache_hits: int = 0  # of those, found
+    blocked: bool = False  # a run waits for a slot, for memory or for a smaller batch: more would wait behind it
+    late: tuple[str, ...] = ()  # runs that have not begun and will hardly be in the batch by their `admit_by`
+    service: dict[str, int] = {}  # prompt tokens computed + 2 x generated, of a bounded number of tenants
+    jain: float = 1.0  # fairness of the service of tenants that wait: 1 is fair, 1 / n is all to one of n
 
 
 class Engine(Protocol):

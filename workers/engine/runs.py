@@ -1,10 +1,11 @@
 """A run: one request in the engine, with its choices, from submit to the last finish."""
 
+import time
 from dataclasses import dataclass
 
 from shared.wire import Logprob, Usage
 from workers.engine.request import EngineRequest, TokenEvent
-from workers.engine.scheduler import Sequence
+from workers.engine.sequence import Sequence
 from workers.engine.text import INCOMPLETE, OutputText, TextSide
 
 
@@ -55,6 +56,13 @@ class Run:
         self._text = text
         self.choices = [self._choice(request, index, length_max, text) for index in range(request.sampling.n)]
         self.open = len(self.choices)  # choices whose finish was not handed out
+        self.begun = time.monotonic()
+        self.admit_by = request.admit_by
+
+    @property
+    def entered(self) -> bool:
+        """Whether a choice has ever been in the batch."""
+        return any(choice.cached >= 0 for choice in self.choices)
 
     def opening(self, choice: Choice) -> list[TokenEvent]:
         """What is known of a choice before any step.
@@ -97,10 +105,15 @@ class Run:
             self.open -= 1
             if self.open == 0:
                 completion = sum(each.output_index for each in self.choices)
-                usage = Usage(prompt_tokens=self._prompt_length, completion_tokens=completion)
+                usage = Usage(self._prompt_length, completion, self._cached_tokens())
         return TokenEvent(
             key=self.key, choice=choice.choice, ids=ids, text=text, logprobs=logprobs, finish=finish, usage=usage
         )
+
+    def _cached_tokens(self) -> int:
+        """Prompt tokens that were not computed for any choice: choices that share what another computed do not count."""
+        found = [choice.cached for choice in self.choices if choice.cached >= 0]
+        return min(self._prompt_length, *found) if found else 0
 
     def _choice(self, request: EngineRequest, index: int, length_max: int, text: TextSide) -> Choice:
         prefix = request.prefix[index] if index < len(request.prefix) else []
@@ -129,6 +142,7 @@ class Run:
             length_max=length_max,
             matcher=matcher,
             score_from=score_from,
+            fresh=score_from is not None,
             run=self,
             text=output,
             before=before,

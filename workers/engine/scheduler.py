@@ -1,207 +1,159 @@
 """Which tokens the next step computes. Pure: no torch, no clock, no thread.
 
 One rule instead of two phases (after vLLM V1): the computed part of a sequence catches up with its tokens. A decode is a
-sequence that lacks one token; a prompt, the rest of a chunked prompt, a resumed prefix and a preempted sequence all lack more.
-`plan` and `commit` are the only places where a sequence moves on.
+sequence that lacks one token; a prompt, the rest of a chunked prompt, a resumed prefix and a preempted sequence all lack more;
+what the prefix cache has is computed already. `plan` and `commit` are the only places where a sequence moves on.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from shared.wire import Sampling
 from workers.engine.blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from workers.engine.fairness import Account, TenantLedger
+from workers.engine.pacer import Pacer
+from workers.engine.prefix import PrefixCache
+from workers.engine.request import TenantLimits
+from workers.engine.sequence import Sequence, Slice, StepPlan, load_of
+from workers.engine.shares import shares
 
-NOTHING = range(0)
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One choice of one run, from the prompt to its last token."""
-
-    key: str
-    tenant: str
-    choice: int
-    sampling: Sampling
-    tokens: list[int]  # prompt and output: the only truth
-    prompt_length: int
-    length_max: int  # tokens, prompt and output together
-    computed: int = 0  # leading tokens whose keys and values are in `blocks`
-    blocks: list[int] = field(default_factory=list)
-    slot: int = -1  # -1: not in the batch
-    failures: int = 0  # steps that raised with this sequence in them
-    alone: bool = False  # such a step is being repeated with this sequence only
-    memo: Any = None  # what the runner keeps with a sequence; it lives and ends with it
-    runner: Any = None  # what computes it, where there is a choice: it stays with it to its end
-    matcher: Any = None  # what its grammar lets come next (grammar.Matcher)
-    score_from: int | None = None  # first position of the prompt whose log probability is still to be handed out
-
-    @property
-    def output_index(self) -> int:
-        """Index of the output token that is sampled next."""
-        return len(self.tokens) - self.prompt_length
-
-
-@dataclass(slots=True)
-class Slice:
-    """Tokens `start` .. `start + count - 1` of a sequence, to be computed in this step."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool  # they reach the end: the next token is sampled
-
-    @property
-    def scored(self) -> range:
-        """Positions of the prompt whose log probabilities are computed here and still to be handed out.
-
-        What is computed at a position is of the token after it: that of the first token nobody computes.
-        """
-        first = self.sequence.score_from
-        if first is None:
-            return NOTHING
-        return range(max(self.start + 1, first), min(self.start + self.count + 1, self.sequence.prompt_length))
-
-
-@dataclass(slots=True)
-class StepPlan:
-    slices: list[Slice]
-    preempted: int = 0
-
-
-class Admission(Protocol):
-    """The order in which waiting sequences enter the batch, and which one leaves it when memory runs out."""
-
-    def __len__(self) -> int: ...
-
-    def add(self, sequence: Sequence) -> None:
-        """`sequence` begins to wait."""
-
-    def put_back(self, sequence: Sequence) -> None:
-        """`sequence` was in the batch and must wait again, before those that were not."""
-
-    def head(self) -> Sequence | None:
-        """Who is next, without taking it."""
-
-    def remove(self, sequence: Sequence) -> None:
-        """`sequence` waits no longer: it was admitted, or ended."""
-
-    def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """Who leaves the batch; `running` is in the order of admission and not empty."""
-
-
-class Fifo:
-    """First come, first served; the newest leaves first."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, sequence: Sequence) -> None:
-        self._waiting[sequence] = None
-
-    def put_back(self, sequence: Sequence) -> None:
-        self._waiting[sequence] = None
-        self._waiting.move_to_end(sequence, last=False)
-
-    def head(self) -> Sequence | None:
-        return next(iter(self._waiting), None)
-
-    def remove(self, sequence: Sequence) -> None:
-        self._waiting.pop(sequence, None)
-
-    def victim(self, running: Iterable[Sequence]) -> Sequence:
-        return list(running)[-1]
+PREEMPTIONS_MAX = 3  # of one sequence: then nobody is admitted before it, and others leave rather than it
+RESIDENCE_WEIGHT = 0.1  # of the newest in the moving mean
+UNLIMITED = TenantLimits()
 
 
 class Scheduler:
     """Slots and blocks, and the sequences that have or await them.
 
-    Every sequence given to `add` must fit into the whole pool on its own (`fits`): then a plan is never empty while a
-    sequence is here.
+    Every sequence given to `add` must fit into its tenant's part of the pool on its own (`capacity`): then a plan is never
+    empty while a sequence is here.
     """
 
-    def __init__(self, pool: BlockPool, slots: int, prefill_chunk: int, admission: Admission) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        slots: int,
+        prefill_chunk: int,
+        reserved_fraction: float = 0.0,
+        length_max: int = 0,
+        pacer: Pacer | None = None,
+        prefix_cache: str = "tenant",
+    ) -> None:
+        """`reserved_fraction`: of slots and of blocks, out of reach of any single tenant; but it may always have a sequence of
+        `length_max` tokens. `prefix_cache`: "tenant" (nobody is served what another computed: timing would tell), "shared"
+        or "off".
+        """
         assert slots >= 1
         assert prefill_chunk >= 1
         self.pool = pool
         self.slots = slots
+        self.cache = PrefixCache(pool, prefix_cache)
+        self.slots_limit = slots  # below `slots` once a step did not fit into memory
+        self.ledger: TenantLedger[Sequence] = TenantLedger(slots - int(slots * reserved_fraction))
+        self.pacer = pacer or Pacer()
         self.running: OrderedDict[Sequence, None] = OrderedDict()  # in the order of admission
         self.preemptions = 0
-        self.slots_limit = slots  # below `slots` once a step did not fit into memory
+        self.steps = 0
+        self.blocked = (
+            False  # some wait for a slot, memory or a smaller batch; or for their caps, more than is reserved
+        )
+        self.late = False  # a prefill is about to miss its target: whoever has a clock says so before `plan`
+        self.residence = 0.0  # steps from admission to the end: a moving mean
+        self._slots_reserved = int(slots * reserved_fraction)
+        self._blocks_max = max(
+            pool.total - int(pool.total * reserved_fraction), min(pool.total, blocks_for(length_max))
+        )
         self._prefill_chunk = prefill_chunk
-        self._admission = admission
-        self._suspects: OrderedDict[Sequence, None] = OrderedDict()
         self._free_slots = list(range(slots - 1, -1, -1))
+        self._suspects: OrderedDict[Sequence, None] = OrderedDict()
+        self._worn: OrderedDict[Sequence, None] = OrderedDict()  # preempted often: they come first and stay
+        self._growing: list[Sequence] = []  # may need a block for their next token
 
     @property
     def waiting(self) -> int:
-        return len(self._admission) + sum(suspect.slot < 0 for suspect in self._suspects)
+        return self.ledger.waiting + sum(suspect.slot < 0 for suspect in self._suspects)
 
     @property
     def idle(self) -> bool:
-        return not (self.running or self._admission or self._suspects)
+        return not (self.running or self.ledger.waiting or self._suspects)
 
-    def fits(self, length_max: int) -> bool:
-        """Whether a sequence of that many tokens can ever be computed to its end."""
-        return blocks_for(length_max) <= self.pool.total
+    def capacity(self, limits: TenantLimits) -> int:
+        """Tokens of the longest sequence that a tenant with these limits can ever have."""
+        return self._blocks_cap(limits) * BLOCK_TOKENS
 
-    def add(self, sequence: Sequence) -> None:
-        assert self.fits(sequence.length_max), f"{sequence.length_max} tokens can never fit"
-        self._admission.add(sequence)
+    def add(self, sequence: Sequence, limits: TenantLimits = UNLIMITED) -> None:
+        """`sequence` begins to wait."""
+        assert sequence.length_max <= self.capacity(limits), f"{sequence.length_max} tokens can never fit"
+        self.ledger.add(sequence, sequence.tenant, limits)
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence ended: its slot and blocks are free from here on."""
         self._suspects.pop(sequence, None)
-        if sequence.slot < 0:
-            self._admission.remove(sequence)
-        else:
+        self._worn.pop(sequence, None)
+        if sequence.slot >= 0:
+            stayed = self.steps - sequence.entered
+            self.residence += (RESIDENCE_WEIGHT if self.residence else 1.0) * (stayed - self.residence)
             self._release(sequence)
+        self.ledger.remove(sequence)
 
-    def plan(self, budget: int) -> StepPlan:
-        """The next step, of about `budget` tokens: every decode, then unfinished prefills, then admissions."""
+    def plan(self) -> StepPlan:
+        """The next step: every decode, then unfinished prefills, then admissions."""
+        self.steps += 1
         if self._suspects:
             return self._plan_alone()
-        preempted = self._grow()
-        decodes: list[Slice] = []
+        preempted, admits = self._grow() if self._growing else (0, True)
+        slices: list[Slice] = []
         prefills: list[Sequence] = []
+        room = self._prefill_chunk
         for sequence in self.running:
             length = len(sequence.tokens)
-            if length - sequence.computed == 1:
-                decodes.append(Slice(sequence, length - 1, 1, True))
-            else:
+            if length - sequence.computed != 1:
                 prefills.append(sequence)
-        left = max(1, min(self._prefill_chunk, budget - len(decodes)))
-        slices = decodes
-        for sequence in prefills:
-            if left <= 0:
-                break
-            slices.append(_chunk(sequence, left))
-            left -= slices[-1].count
-        while left > 0 and not preempted and self._admit():
-            slices.append(_chunk(next(reversed(self.running)), left))
-            left -= slices[-1].count
-        return StepPlan(slices, preempted)
+            elif sequence.draft:
+                slices.append(_guess(sequence, length, room))
+                room -= len(slices[-1].draft)
+            else:
+                slices.append(Slice(sequence, length - 1, 1, True))
+        load = load_of(slices) if self.pacer.bounds else None
+        self.blocked = not admits
+        if prefills or self.ledger.waiting:
+            if load is not None:
+                start = prefills[0].computed if prefills else 0
+                room = min(room, self.pacer.room(load.decodes, load.context, start, self.late))
+            self._prefill(slices, prefills, max(1, room), admits)
+            load = load_of(slices) if load is not None else None
+        return StepPlan(slices, preempted, load)
 
-    def commit(self, plan: StepPlan, tokens: list[int]) -> None:
-        """The step is done: `tokens` were sampled, one for each slice that samples, in their order."""
+    def commit(self, plan: StepPlan, tokens: list[int], counts: list[int] | None = None) -> None:
+        """The step is done. `tokens` were sampled, in the order of the slices that sample.
+
+        Each of those drew one, or as many as `counts` says: 1 and one more for each token of its draft that was right.
+        """
         drawn = iter(tokens)
+        several = iter(counts) if counts is not None else None
         for part in plan.slices:
             sequence = part.sequence
-            sequence.computed = part.start + part.count
+            end = part.start + part.count - len(part.draft)
             if part.samples:
-                sequence.tokens.append(next(drawn))
+                count = 1 if several is None else next(several)
+                if count == 1:
+                    sequence.tokens.append(next(drawn))
+                else:
+                    assert 1 <= count <= len(part.draft) + 1, f"{count} tokens for a draft of {len(part.draft)}"
+                    end += count - 1
+                    sequence.tokens += [next(drawn) for _ in range(count)]
+                sequence.account.output += count
                 if sequence.alone:
                     sequence.alone = False
                     del self._suspects[sequence]
+            sequence.computed = end
+            if end // BLOCK_TOKENS != part.start // BLOCK_TOKENS:
+                self._growing.append(sequence)
+                self.cache.completed(sequence, part.start // BLOCK_TOKENS, end // BLOCK_TOKENS)
 
     def suspect(self, sequence: Sequence) -> None:
         """A step with this sequence raised: compute it anew, alone, before anything else goes on."""
         sequence.failures += 1
         sequence.alone = True
+        self.pool.forget(sequence.blocks)  # what it computed may be the cause, and must not spread
         self._release(sequence)
         self._suspects[sequence] = None
 
@@ -219,75 +171,194 @@ class Scheduler:
             return False
         self.slots_limit = len(plan.slices) // 2
         while len(self.running) > self.slots_limit:
-            self._preempt(self._admission.victim(self.running))
+            self._preempt(self._leaver())
         return True
 
     def check(self) -> None:
-        """Assert that every block and slot is either free or held by exactly one sequence in the batch."""
+        """Assert that every block and slot is either free or held by exactly the sequences in the batch."""
         self.pool.check()
-        blocks = [block for sequence in self.running for block in sequence.blocks]
-        assert len(set(blocks)) == len(blocks) == self.pool.used, f"{len(blocks)} blocks held, {self.pool.used} used"
+        self.ledger.check(self.running)
+        held = {block for sequence in self.running for block in sequence.blocks}
+        assert len(held) == self.pool.used, f"{len(held)} blocks held, {self.pool.used} used"
         slots = [sequence.slot for sequence in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.slots)), f"slots {sorted(slots)}"
         for sequence in self.running:
             assert sequence.computed < len(sequence.tokens) <= sequence.length_max
             assert sequence.computed <= len(sequence.blocks) * BLOCK_TOKENS
+        self.cache.check()
 
-    def _grow(self) -> int:
-        """A block for each decode that begins one; sequences leave the batch while there are too few. How many left."""
-        preempted = 0
-        for sequence in list(self.running):
+    # -- the batch ---------------------------------------------------------------------------------------------------
+
+    def _grow(self) -> tuple[int, bool]:
+        """A block for each decode that begins one; sequences leave the batch while there are too few.
+
+        How many left, and whether others may be admitted in this step: where it was a tenant's own cap, others may.
+        """
+        preempted, admits = 0, True
+        growing, self._growing = self._growing, []
+        for sequence in growing:
             while sequence.slot >= 0 and len(sequence.tokens) > len(sequence.blocks) * BLOCK_TOKENS:
+                victim = self._victim(sequence, 1)
+                if victim is None:
+                    sequence.blocks += self.pool.take(1, sequence.blocks[-1], sequence.account)
+                    continue
                 if self.pool.free:
-                    sequence.blocks += self.pool.take(1, sequence.blocks[-1])
+                    victim.account.preempted = self.steps
                 else:
-                    self._preempt(self._admission.victim(self.running))
-                    preempted += 1
-        return preempted
+                    admits = False
+                self._preempt(victim)
+                preempted += 1
+        return preempted, admits
 
-    def _admit(self) -> bool:
-        """Let the next sequence in, if it has a slot and the memory for all its tokens."""
-        sequence = self._admission.head()
-        if sequence is None or len(self.running) >= self.slots_limit:
-            return False
-        # Each running sequence soon needs a block more: without one left for each, admission would end in preemption.
-        if blocks_for(len(sequence.tokens)) + len(self.running) > self.pool.free:
-            return False
-        self._admission.remove(sequence)
-        self._enter(sequence)
-        return True
+    def _prefill(self, slices: list[Slice], prefills: list[Sequence], room: int, admits: bool) -> None:
+        """Share `room` tokens among `prefills` and whoever else can be admitted; add their slices."""
+        owed = sum(len(sequence.tokens) - sequence.computed for sequence in prefills)
+        while admits:
+            # One tenant's long prompt does not keep all others out: when it takes the whole step, another's may enter.
+            besides = None
+            if owed >= room:
+                besides = prefills[0].account
+                if any(sequence.account is not besides for sequence in prefills):
+                    break
+            admitted = self._admit(besides)
+            if admitted is None:
+                break
+            prefills.append(admitted)
+            owed += len(admitted.tokens) - admitted.computed
+        for sequence, count in shares(prefills, room):
+            start = sequence.computed
+            slices.append(Slice(sequence, start, count, start + count == len(sequence.tokens)))
 
     def _plan_alone(self) -> StepPlan:
         sequence = next(iter(self._suspects))
         preempted = 0
         if sequence.slot < 0:
-            while blocks_for(len(sequence.tokens)) > self.pool.free:
-                self._preempt(self._admission.victim(self.running))
+            while (victim := self._victim(sequence, blocks_for(len(sequence.tokens)))) is not None:
+                self._preempt(victim)
                 preempted += 1
-            self._enter(sequence)
-        return StepPlan([_chunk(sequence, self._prefill_chunk)], preempted)
+            self._enter(sequence, [], in_turn=False)
+        start = sequence.computed
+        count = min(len(sequence.tokens) - start, self._prefill_chunk)
+        return StepPlan([Slice(sequence, start, count, start + count == len(sequence.tokens))], preempted)
 
-    def _enter(self, sequence: Sequence) -> None:
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def _admit(self, besides: Account[Sequence] | None) -> Sequence | None:
+        """Let the next sequence in. `besides`: not of this tenant, if it is its turn nobody enters."""
+        if not self.ledger.waiting:
+            return None
+        if len(self.running) >= self.slots_limit:
+            self.blocked = True
+            return None
+        worn = next((each for each in self._worn if each.slot < 0), None)
+        if worn is not None:
+            return self._try(worn, in_turn=False)
+        capped = False
+        for account in self.ledger.order():
+            if account is besides:
+                return None
+            sequence = next(iter(account.waiting))
+            if self.ledger.at_cap(account) or account.preempted == self.steps:
+                capped = True
+            elif not self.cache.is_awaited(sequence):
+                entered = self._try(sequence, in_turn=True)
+                if entered is not None or self.blocked:
+                    return entered
+                capped = capped or sequence.capped
+            account.backlogged = None  # passed over: it is not the others that it waits for
+        self.blocked = capped and self.ledger.waiting > self._slots_reserved
+        return None
+
+    def _try(self, sequence: Sequence, in_turn: bool) -> Sequence | None:
+        """Let `sequence` in, if it has the memory for all its tokens. If what it lacks is memory or pace, `blocked` is set."""
+        pool, account, running = self.pool, sequence.account, len(self.running)
+        length = len(sequence.tokens)
+        if running and self.pacer.bounds:
+            context = sum(len(each.tokens) for each in self.running) + length
+            if not self.pacer.admits(running + 1, context):
+                self.blocked = True
+                return None
+        if running and sequence.lacked == pool.returned:
+            self.blocked = not sequence.capped
+            return None
+        found = self.cache.find(sequence)
+        if found is None:
+            return None
+        taken = blocks_for(length) - len(found) + pool.idle(found)
+        cap = self._blocks_cap(account.limits)
+        sequence.capped = account.slots > 0 and account.blocks + taken + account.slots > cap
+        if sequence.capped or (running and taken + self._growth(sequence.preemptions) > pool.free):
+            sequence.lacked = pool.returned
+            self.blocked = not sequence.capped
+            return None
+        self._enter(sequence, found, in_turn)
+        return sequence
+
+    def _growth(self, doublings: int) -> int:
+        """Blocks that must stay free for those in the batch: without them, an admission would end in preemption.
+
+        Each of them soon needs one more, as far as its tenant's cap lets it. Whoever was preempted for lack of them comes back
+        when there are twice as many, and so on.
+        """
+        return sum(
+            min(account.slots << doublings, max(0, self._blocks_cap(account.limits) - account.blocks))
+            for account in self.ledger.active
+        )
+
+    def _blocks_cap(self, limits: TenantLimits) -> int:
+        return self._blocks_max if limits.blocks_max is None else min(self._blocks_max, limits.blocks_max)
+
+    def _enter(self, sequence: Sequence, found: list[int], in_turn: bool) -> None:
+        pool, account = self.pool, sequence.account
         sequence.slot = self._free_slots.pop()
-        home = sequence.slot * self.pool.total // self.slots  # where this slot's blocks are likely to be contiguous
-        sequence.blocks = self.pool.take(blocks_for(len(sequence.tokens)), home - 1)
+        pool.share(found, account)
+        after = sequence.slot * pool.total // self.slots - 1  # where this slot's blocks are likely to be contiguous
+        if found and pool.follows(found[-1]):
+            after = found[-1]
+        sequence.blocks = found + pool.take(blocks_for(len(sequence.tokens)) - len(found), after, account)
+        sequence.computed = len(found) * BLOCK_TOKENS
+        sequence.entered = self.steps
         self.running[sequence] = None
+        uncached = len(sequence.tokens) - sequence.computed if sequence.cached < 0 else 0  # else charged before
+        self.ledger.admit(sequence, uncached, in_turn)
+        self.cache.entered(sequence)
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def _victim(self, sequence: Sequence, count: int) -> Sequence | None:
+        """Who leaves, so that `sequence` can take `count` blocks more; None: it can."""
+        account = sequence.account
+        others = account.slots - (sequence.slot >= 0)
+        if others and account.blocks + count > self._blocks_cap(account.limits):
+            return next(each for each in reversed(self.running) if each.account is account)
+        if count <= self.pool.free:
+            return None
+        return self._leaver()
+
+    def _leaver(self) -> Sequence:
+        return self.ledger.victim([each for each in self.running if each not in self._worn] or self.running)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        sequence.preemptions += 1
+        if sequence.preemptions >= PREEMPTIONS_MAX:
+            self._worn[sequence] = None
         self._release(sequence)
-        self._admission.put_back(sequence)
+        self.ledger.put_back(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         del self.running[sequence]
+        self.cache.leaves(sequence)
         self.pool.give_back(sequence.blocks)
         self._free_slots.append(sequence.slot)
+        self.ledger.leave(sequence)
         sequence.blocks = []
         sequence.slot = -1
         sequence.computed = 0
 
 
-def _chunk(sequence: Sequence, tokens_max: int) -> Slice:
-    length = len(sequence.tokens)
-    count = min(length - sequence.computed, tokens_max)
-    return Slice(sequence, sequence.computed, count, sequence.computed + count == length)
+def _guess(sequence: Sequence, length: int, room: int) -> Slice:
+    """A decode that verifies as much of the draft as there is room for."""
+    most = min(room, sequence.length_max - length - 1, len(sequence.blocks) * BLOCK_TOKENS - length)
+    draft = sequence.draft[: max(0, most)]
+    return Slice(sequence, length - 1, 1 + len(draft), True, draft)

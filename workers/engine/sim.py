@@ -1,6 +1,6 @@
 """The simulated engine: a clock instead of a model, deterministic words instead of language. For tests and benchmarks.
 
-Everything but forward and sampling is the real engine: scheduling, blocks, text, stop strings, events.
+Everything but forward and sampling is the real engine: scheduling, blocks and prefix cache, fairness, pacing, text, events.
 """
 
 import hashlib
@@ -21,9 +21,10 @@ from shared.wire import Grammar, Input, Logprob, TopLogprob
 from workers.engine.blocks import BLOCK_TOKENS
 from workers.engine.engine import BatchEngine, Drawn
 from workers.engine.load import LoadRefused
+from workers.engine.pacer import Cost
 from workers.engine.request import EngineInfo
-from workers.engine.scheduler import Sequence as Choice
-from workers.engine.scheduler import StepPlan
+from workers.engine.sequence import Load, StepPlan, load_of
+from workers.engine.sequence import Sequence as Choice
 from workers.engine.text import TextStream
 
 if TYPE_CHECKING:
@@ -36,17 +37,25 @@ MAX_MODEL_LEN = 8192
 MAX_TOKENS_DEFAULT = 64
 DEADLY_WORD = "deadly"
 _U64 = (1 << 64) - 1
+SMOLLM2_CPU = Cost(step=14.0, decode=1.3, context=0.002, prefill=0.5, pair=0.0001)  # 135M parameters, bf16, 2 threads
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What is simulated. `step_ms` gives a step's time for its number of sequences; prefill is folded into it."""
+    """What is simulated."""
 
     slots: int
     blocks: int
-    step_ms: Callable[[int], float] | None  # None: no time at all
-    mortal: bool = (
-        False  # a step with a prompt that begins with DEADLY_WORD ends the process, as a fault in a kernel does
-    )
+    step_ms: Callable[[Load], float] | None  # None: no time at all
+    cost: Cost  # the same as the pacer knows it
+    mortal: bool = False  # a prompt that begins with DEADLY_WORD ends the process, as a fault in a kernel does
+
+
+def by_sequences(points: Sequence[tuple[int, float]], slots: int, blocks: int) -> Profile:
+    """A step's time depends on its number of sequences; prefill is folded into it."""
+    sequences_ms = interpolated(points)
+    decode = sequences_ms(slots) - sequences_ms(slots - 1)
+    cost = Cost(step=sequences_ms(slots) - decode * slots, decode=decode)
+    return Profile(slots, blocks, lambda load: sequences_ms(load.sequences), cost)
 
 
 def interpolated(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
@@ -61,16 +70,19 @@ def interpolated(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
 
 
 def profile_named(name: str) -> Profile:
-    """`zero`, `a100-13b`, `fixed-<n>ms` or `mortal-<n>ms`. Raises LoadRefused for another name."""
+    """`zero`, `a100-13b`, `smollm2-cpu`, `fixed-<n>ms` or `mortal-<n>ms`. Raises LoadRefused for another name."""
     if name == "zero":
-        return Profile(256, 16_384, None)
+        return Profile(256, 16_384, None, Cost(step=0.0))
     if name == "a100-13b":
         # 13 GB for keys and values of 0.8 MB a token
-        return Profile(45, 16_250 // BLOCK_TOKENS, interpolated([(20, 20.0), (45, 22.0), (80, 45.0)]))
+        return by_sequences([(20, 20.0), (45, 22.0), (80, 45.0)], 45, 16_250 // BLOCK_TOKENS)
+    if name == "smollm2-cpu":
+        return Profile(64, 16_384, SMOLLM2_CPU.ms, SMOLLM2_CPU)
     if match := re.fullmatch(r"(fixed|mortal)-(\d+)ms", name):
-        milliseconds = float(match[2])
-        return Profile(256, 16_384, lambda _: milliseconds, match[1] == "mortal")
-    raise LoadRefused(f"no simulated profile {name!r}: there are zero, a100-13b, fixed-<n>ms and mortal-<n>ms")
+        cost = Cost(step=float(match[2]))
+        return Profile(256, 16_384, cost.ms, cost, match[1] == "mortal")
+    known = "zero, a100-13b, smollm2-cpu, fixed-<n>ms and mortal-<n>ms"
+    raise LoadRefused(f"no simulated profile {name!r}: there are {known}")
 
 
 class SimulatedText:
@@ -120,13 +132,13 @@ _WORD_STREAM = _WordStream()
 class SimulatedRunner:
     """Output token i of choice c is a hash of (prompt ids, seed, c, i); at temperature 0 of (prompt ids, i)."""
 
-    def __init__(self, step_ms: Callable[[int], float] | None, mortal: bool = False) -> None:
+    def __init__(self, step_ms: Callable[[Load], float] | None, mortal: bool = False) -> None:
         self._step_ms = step_ms
         self._deadly = _word_id(DEADLY_WORD) if mortal else -1
 
     def forward(self, plan: StepPlan) -> None:
         if self._step_ms is not None:
-            time.sleep(self._step_ms(len(plan.slices)) / 1e3)
+            time.sleep(self._step_ms(plan.load or load_of(plan.slices)) / 1e3)
         if self._deadly >= 0 and any(part.sequence.tokens[0] == self._deadly for part in plan.slices):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -162,7 +174,7 @@ def load_simulated(profile: str, settings: EngineSettings) -> BatchEngine:
         dtype="none",
     )
     runner = SimulatedRunner(simulated.step_ms, simulated.mortal)
-    return BatchEngine(runner, SimulatedText(), info, settings.prefill_chunk, MAX_TOKENS_DEFAULT)
+    return BatchEngine(runner, SimulatedText(), info, settings, MAX_TOKENS_DEFAULT, simulated.cost)
 
 
 def _word_id(word: str) -> int:

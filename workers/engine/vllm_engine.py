@@ -18,9 +18,9 @@ from shared.wire import Input, Sampling
 from workers.engine.blocks import blocks_for
 from workers.engine.checks import check_ids, check_length, check_sampling
 from workers.engine.engine import LOST
+from workers.engine.fairness import TenantLedger
 from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
 from workers.engine.runs import Choice, Run
-from workers.engine.scheduler import Admission, Fifo
 from workers.engine.text import TextSide
 from workers.engine.vllm_params import logprob, parameters, refuse_what_differs
 
@@ -52,14 +52,13 @@ class VllmEngine:
         make_params: Callable[..., Any],
         text: TextSide,
         info: EngineInfo,
-        admission: Callable[[], Admission] = Fifo,
     ) -> None:
         """`make_params` is vLLM's SamplingParams, told to hand out what is new."""
         self.info = info
         self._llm = llm
         self._make_params = make_params
         self._text = text
-        self._waiting = admission()
+        self._ledger: TenantLedger[Choice] = TenantLedger(info.slots)
         self._inbox: SimpleQueue[EngineRequest | str | None] = SimpleQueue()
         self._runs: dict[str, Run] = {}
         self._running: dict[str, Choice] = {}  # by the id that vLLM knows
@@ -107,13 +106,15 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),
-            waiting=len(self._waiting) + self._submitted - self._begun,
+            waiting=self._ledger.waiting + self._submitted - self._begun,
             blocks_used=self._blocks_used(),
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=0,
             step_started=self._step_started,
+            service=self._ledger.service,
+            jain=self._ledger.jain,
         )
 
     # -- the engine thread -------------------------------------------------------------------------------------------
@@ -136,7 +137,8 @@ class VllmEngine:
 
     def _intake(self, events: list[TokenEvent]) -> None:
         """Take in what was submitted and cancelled; wait for it if there is nothing else to do."""
-        if not self._running and not len(self._waiting):
+        if not self._running and not self._ledger.waiting:
+            self._ledger.publish()
             self._take(self._inbox.get(), events)
         while True:
             try:
@@ -174,19 +176,18 @@ class VllmEngine:
         for choice in run.choices:
             events += run.opening(choice)
             if choice.text.finish is None:
-                self._waiting.add(choice)
+                self._ledger.add(choice, request.tenant, request.limits)
             else:
                 self._hand_out(choice, [], [], None, events)
 
     def _admit(self) -> None:
         """Give vLLM the next choices in our order, as many as have a slot and the memory for their tokens."""
-        while len(self._running) < self.info.slots and (choice := self._waiting.head()) is not None:
+        while len(self._running) < self.info.slots and (choice := self._ledger.head()) is not None:
             # Each running sequence soon needs a block more.
             needed = blocks_for(len(choice.tokens)) + len(self._running)
             if self._running and needed > self.info.blocks_total - self._blocks_used():
                 return
-            assert isinstance(choice, Choice)
-            self._waiting.remove(choice)
+            self._ledger.admit(choice, len(choice.tokens))
             params = parameters(
                 choice.sampling, choice.choice, choice.output_index, choice.length_max - len(choice.tokens)
             )
@@ -215,8 +216,9 @@ class VllmEngine:
             if choice.sampling.logprobs is not None:
                 scores.append(logprob(token, completion.logprobs[index], choice.sampling.logprobs, self._text))
         self._generated_tokens += len(ids)
+        choice.account.output += len(ids)
         if completion.finish_reason is not None:
-            del self._running[output.request_id]
+            self._leave(choice)
             if choice.text.finish is None:  # for a reason that is vLLM's own
                 self._ended_by_vllm(choice, completion.finish_reason, ids, texts, scores, events)
                 return
@@ -250,16 +252,21 @@ class VllmEngine:
         """Forget a run before its end."""
         del self._runs[run.key]
         for choice in run.choices:
-            if _name(choice) not in self._running:
-                self._waiting.remove(choice)
+            if choice in choice.account.waiting:
+                self._ledger.remove(choice)
         self._abort([choice for choice in run.choices if _name(choice) in self._running])
 
     def _abort(self, choices: list[Choice]) -> None:
         names = [_name(choice) for choice in choices]
-        for name in names:
-            del self._running[name]
+        for choice in choices:
+            self._leave(choice)
         if names:
             self._llm.abort_request(names)
+
+    def _leave(self, choice: Choice) -> None:
+        del self._running[_name(choice)]
+        self._ledger.leave(choice)
+        self._ledger.remove(choice)
 
     def _blocks_used(self) -> int:
         """What the running sequences need; vLLM may share some of it."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.records import EngineSettings
 from shared.wire import Logprob, Sampling, Usage
 from workers.engine.engine import BatchEngine, Drawn, Runner
 from workers.engine.request import EngineInfo, EngineRequest, TokenEvent
@@ -139,14 +140,18 @@ class CountingRunner(Runner):
         return Drawn([(each.tokens[0] + each.output_index) % 1000 for each in sampled])
 
 
-def counting_engine(runner: CountingRunner, slots: int = 8, blocks: int = 64, prefill_chunk: int = 32) -> BatchEngine:
+def counting_engine(
+    runner: Runner, slots: int = 8, blocks: int = 64, prefill_chunk: int = 32, **settings: Any
+) -> BatchEngine:
     info = EngineInfo(
         max_model_len=min(256, blocks * 16), slots=slots, blocks_total=blocks, device="none", dtype="none"
     )
-    return BatchEngine(runner, SimulatedText(), info, prefill_chunk)
+    return BatchEngine(runner, SimulatedText(), info, EngineSettings(prefill_chunk=prefill_chunk, **settings))
 
 
-def rebuilt(engine: BatchEngine, slots: int = 8, blocks: int = 64, prefill_chunk: int = 512) -> BatchEngine:
+def rebuilt(
+    engine: BatchEngine, slots: int = 8, blocks: int = 64, prefill_chunk: int = 512, **settings: Any
+) -> BatchEngine:
     """The same model behind a fresh scheduler of other sizes."""
     info = EngineInfo(
         max_model_len=min(engine.info.max_model_len, blocks * 16),
@@ -155,4 +160,4 @@ def rebuilt(engine: BatchEngine, slots: int = 8, blocks: int = 64, prefill_chunk
         device=engine.info.device,
         dtype=engine.info.dtype,
     )
-    return BatchEngine(engine._runner, engine._text, info, prefill_chunk)
+    return BatchEngine(engine._runner, engine._text, info, EngineSettings(prefill_chunk=prefill_chunk, **settings))

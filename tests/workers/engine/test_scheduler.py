@@ -1,30 +1,44 @@
 """What a step computes, and who gets slots and blocks."""
 
+from typing import Any
+
+import pytest
+
 from shared.wire import Sampling
 from workers.engine.blocks import BlockPool
-from workers.engine.scheduler import Fifo, Scheduler, Sequence, StepPlan
-
-PLENTY = 10_000  # tokens of budget
-
-
-def sequence(key: str, prompt: int, output: int = 10) -> Sequence:
-    return Sequence(key, "t", 0, Sampling(), list(range(prompt)), prompt, prompt + output)
+from workers.engine.request import TenantLimits
+from workers.engine.scheduler import PREEMPTIONS_MAX, Scheduler
+from workers.engine.sequence import Sequence, StepPlan
 
 
-def scheduler(blocks: int = 64, slots: int = 8, chunk: int = 32) -> Scheduler:
-    return Scheduler(BlockPool(blocks), slots, chunk, Fifo())
+def sequence(key: str, prompt: int, output: int = 10, tenant: str = "t") -> Sequence:
+    """Its tokens are like no other's: nothing of it is in the prefix cache."""
+    first = 1000 * sum(map(ord, key + tenant))
+    return Sequence(key, tenant, 0, Sampling(), list(range(first, first + prompt)), prompt, prompt + output)
+
+
+def scheduler(blocks: int = 64, slots: int = 8, chunk: int = 32, **options: Any) -> Scheduler:
+    return Scheduler(BlockPool(blocks), slots, chunk, **options)
 
 
 def parts(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
     return [(part.sequence.key, part.start, part.count, part.samples) for part in plan.slices]
 
 
-def step(scheduler: Scheduler, budget: int = PLENTY) -> list[tuple[str, int, int, bool]]:
+def step(scheduler: Scheduler) -> list[tuple[str, int, int, bool]]:
     """Plan, commit with token 7 for each sampling slice, check; what was planned."""
-    plan = scheduler.plan(budget)
+    plan = scheduler.plan()
     scheduler.commit(plan, [7 for part in plan.slices if part.samples])
     scheduler.check()
     return parts(plan)
+
+
+def step_and_end(scheduler: Scheduler) -> None:
+    """A step, after which whoever has all its tokens has ended."""
+    step(scheduler)
+    for each in list(scheduler.running):
+        if len(each.tokens) == each.length_max:
+            scheduler.remove(each)
 
 
 def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
@@ -52,16 +66,6 @@ def test_decodes_come_first_then_unfinished_prefills_then_admissions_in_one_step
         ("short", 0, 20, True),
         ("new", 0, 3, True),
     ]
-
-
-def test_the_budget_bounds_prefills_but_never_the_decodes() -> None:
-    it = scheduler(chunk=32)
-    for key in "abc":
-        it.add(sequence(key, 2))
-    step(it)
-    it.add(sequence("d", 30))
-    assert step(it, budget=10) == [("a", 2, 1, True), ("b", 2, 1, True), ("c", 2, 1, True), ("d", 0, 7, False)]
-    assert step(it, budget=2)[-1] == ("d", 7, 1, False)
 
 
 def test_slots_bound_the_batch_and_are_free_again_after_the_end() -> None:
@@ -118,7 +122,7 @@ def test_the_newest_leaves_when_memory_runs_out_and_is_recomputed_with_its_outpu
     preempted = 0
     plans = []
     while not preempted:
-        plan = it.plan(PLENTY)
+        plan = it.plan()
         preempted = plan.preempted
         it.commit(plan, [7 for part in plan.slices if part.samples])
         it.check()
@@ -129,7 +133,7 @@ def test_the_newest_leaves_when_memory_runs_out_and_is_recomputed_with_its_outpu
     length = len(new.tokens)
     assert length > 12
     it.remove(old)
-    assert step(it) == [("new", 0, length, True)]
+    assert step(it) == [("new", 16, length - 16, True)]  # its first block is still known
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
@@ -138,7 +142,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
     it.add(sequence("new", 1, output=30))
     plan = StepPlan([])
     while not plan.preempted:
-        plan = it.plan(PLENTY)
+        plan = it.plan()
         it.commit(plan, [7 for part in plan.slices if part.samples])
     assert [part.sequence.key for part in plan.slices] == ["old"]
 
@@ -149,7 +153,7 @@ def test_a_suspect_is_computed_alone_before_anything_else() -> None:
     it.add(first)
     it.add(second)
     step(it)
-    plan = it.plan(PLENTY)
+    plan = it.plan()
     assert {part.sequence.key for part in plan.slices} == {"a", "b"}
     for part in plan.slices:
         it.suspect(part.sequence)
@@ -169,13 +173,130 @@ def test_a_suspect_takes_its_memory_from_those_that_run() -> None:
     it.add(other)
     step(it)
     it.suspect(suspect)
-    it.commit(it.plan(PLENTY), [])
+    it.commit(it.plan(), [])
     it.remove(suspect)
     assert it.waiting + len(it.running) == 1
     it.check()
 
 
-def test_what_can_never_fit_is_known_before() -> None:
-    it = scheduler(blocks=2)
-    assert it.fits(32)
-    assert not it.fits(33)
+def test_a_preempted_sequence_comes_back_only_where_it_can_stay() -> None:
+    it = scheduler(blocks=8, chunk=64, prefix_cache="off")
+    old, new = sequence("old", 30, output=90), sequence("new", 30, output=90)
+    it.add(old)
+    it.add(new)
+    while new.preemptions == 0:
+        step(it)
+    assert (new.slot, old.preemptions) == (-1, 0)
+    room = []
+    while len(old.tokens) < old.length_max:
+        room.append(it.pool.free - len(new.tokens) // 16 - 1)
+        step(it)
+        assert new.slot < 0, "one step later it would have to leave again"
+    assert max(room) < 2
+    it.remove(old)
+    step(it)
+    assert new.slot >= 0
+
+
+def test_nobody_is_admitted_before_one_that_was_preempted_often_and_others_leave_rather_than_it() -> None:
+    it = scheduler(blocks=12, slots=4, chunk=256, prefix_cache="off")
+    worn, other = sequence("worn", 30, output=100), sequence("other", 30, output=100, tenant="u")
+    it.add(worn)
+    it.add(other)
+    while worn.preemptions < PREEMPTIONS_MAX:
+        step(it)
+        if worn.slot >= 0:
+            it._preempt(worn)
+    waiting = sequence("small", 1, tenant="v")
+    it.add(waiting)
+    while worn.slot < 0:
+        assert waiting.slot < 0
+        step_and_end(it)
+    it.add(sequence("another", 30, output=130, tenant="u"))
+    preemptions = it.preemptions
+    while worn.slot >= 0:
+        step_and_end(it)
+    assert it.preemptions > preemptions
+    assert (worn.preemptions, len(worn.tokens)) == (PREEMPTIONS_MAX, worn.length_max)
+
+
+def test_memory_of_a_tenant_at_its_cap_is_taken_from_itself() -> None:
+    it = scheduler(blocks=20, chunk=64, prefix_cache="off")
+    limits = TenantLimits(blocks_max=4)
+    old, new, other = (sequence(key, 15, output=45, tenant=key[0]) for key in ("a old", "a new", "b"))
+    for each in (old, new):
+        it.add(each, limits)
+    it.add(other)
+    while not it.preemptions:
+        step(it)
+        assert old.account.blocks <= 4
+    assert (old.slot >= 0, new.slot, other.slot >= 0) == (True, -1, True)
+    assert it.pool.free > 10
+
+
+def test_a_sequence_that_outgrows_its_tenants_cap_is_not_taken() -> None:
+    it = scheduler(blocks=20, reserved_fraction=0.5)
+    assert it.capacity(TenantLimits()) == 160
+    assert it.capacity(TenantLimits(blocks_max=3)) == 48
+    assert scheduler(blocks=20, reserved_fraction=0.5, length_max=200).capacity(TenantLimits()) == 208
+    assert scheduler(blocks=2, reserved_fraction=0.5, length_max=200).capacity(TenantLimits()) == 32
+    with pytest.raises(AssertionError, match="161 tokens can never fit"):
+        it.add(sequence("a", 100, output=61))
+
+
+def test_it_says_when_what_is_missing_is_room_and_not_the_turn_of_the_next_step() -> None:
+    it = scheduler(slots=2, blocks=8, chunk=16, prefix_cache="off")
+    it.add(sequence("a", 40))
+    it.add(sequence("b", 5))
+    step(it)
+    assert (it.waiting, it.blocked) == (1, False)  # the step was full
+    step(it)
+    step(it)
+    assert (it.waiting, it.blocked) == (0, False)
+    it.add(sequence("c", 5))
+    step(it)
+    assert it.blocked  # no slot
+    it = scheduler(slots=8, blocks=8, chunk=160, prefix_cache="off")
+    it.add(sequence("a", 100))
+    it.add(sequence("b", 50))
+    step(it)
+    assert it.blocked  # no memory
+
+
+def test_a_draft_is_verified_in_one_step_and_what_was_right_is_kept() -> None:
+    it = scheduler(chunk=64)
+    one, two = sequence("a", 4, output=30), sequence("b", 6, output=30)
+    it.add(one)
+    it.add(two)
+    step(it)
+    one.draft = (8, 9, 10)
+    plan = it.plan()
+    assert [(part.start, part.count, part.draft) for part in plan.slices] == [(4, 4, (8, 9, 10)), (6, 1, ())]
+    it.commit(plan, [8, 9, 11, 7], [3, 1])  # two guesses were right, and the token after them was drawn
+    it.check()
+    assert (one.tokens[4:], one.computed) == ([7, 8, 9, 11], 7)
+    assert (two.tokens[6:], two.computed) == ([7, 7], 7)
+    one.draft = ()
+    assert step(it) == [("a", 7, 1, True), ("b", 7, 1, True)]
+
+
+@pytest.mark.parametrize(("prompt", "output", "longest"), [(4, 30, 11), (4, 5, 3), (14, 30, 1), (15, 30, 0)])
+def test_a_draft_ends_where_the_memory_or_the_sequence_does(prompt: int, output: int, longest: int) -> None:
+    it = scheduler(chunk=64)
+    one = sequence("a", prompt, output=output)
+    it.add(one)
+    step(it)
+    one.draft = (8,) * 40
+    (part,) = it.plan().slices
+    assert len(part.draft) == longest
+    assert len(one.tokens) + longest + 1 <= one.length_max
+
+
+def test_drafts_and_prefills_share_what_a_step_may_carry() -> None:
+    it = scheduler(chunk=8)
+    one = sequence("a", 4, output=30)
+    it.add(one)
+    step(it)
+    it.add(sequence("b", 30))
+    one.draft = (8,) * 6
+    assert [part.count for part in it.plan().slices] == [7, 2]

@@ -11,6 +11,7 @@ from engine_driver import Driver, request, run_all
 from shared.records import EngineSettings
 from shared.wire import ChatMessage, Input, Sampling
 from workers.engine.load import LoadRefused, load_engine
+from workers.engine.sequence import Load
 from workers.engine.sim import VOCABULARY_SIZE, WORDS, load_simulated, profile_named
 
 
@@ -83,12 +84,15 @@ def test_a_prompt_has_about_one_token_a_word() -> None:
 
 
 def test_the_cost_model_goes_through_its_points() -> None:
-    step_ms = profile_named("a100-13b").step_ms
+    profile = profile_named("a100-13b")
+    step_ms = profile.step_ms
     assert step_ms is not None
-    assert [step_ms(sequences) for sequences in (20, 45, 80)] == [20.0, 22.0, 45.0]
-    assert 18 < step_ms(1) < 20
-    assert step_ms(32) == pytest.approx(20.96)
-    assert step_ms(150) > 80
+    assert [step_ms(Load(sequences)) for sequences in (20, 45, 80)] == [20.0, 22.0, 45.0]
+    assert 18 < step_ms(Load(1)) < 20
+    assert step_ms(Load(32)) == pytest.approx(20.96)
+    assert step_ms(Load(150)) > 80
+    for sequences in (20, 30, 45):  # the pacer knows it as far as the slots go
+        assert profile.cost.ms(Load(sequences, sequences)) == pytest.approx(step_ms(Load(sequences)))
 
 
 def test_the_a100_profile_holds_what_13_gb_hold() -> None:
@@ -116,7 +120,7 @@ def test_settings_change_the_sizes() -> None:
 
 @pytest.mark.parametrize("profile", ["", "one", "fixed-ms", "fixed-20", "zero "])
 def test_an_unknown_profile_is_refused_with_the_known_ones(profile: str) -> None:
-    with pytest.raises(LoadRefused, match=r"zero, a100-13b, fixed-<n>ms and mortal-<n>ms"):
+    with pytest.raises(LoadRefused, match=r"zero, a100-13b, smollm2-cpu, fixed-<n>ms and mortal-<n>ms"):
         load_engine(f"sim:{profile}", None, EngineSettings(), 0)
 
 
