@@ -14,7 +14,7 @@ from workers.engine.engine import Runner
 from workers.engine.load import LoadRefused
 from workers.engine.scheduler import Sequence, Slice, StepPlan
 
-OTHER_ENGINE = "a vLLM engine may serve it"
+OTHER_ENGINE = "vLLM may serve it (--set engine=vllm)"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Rotary embeddings that look at the longest position of the whole packed batch: one sequence would change the others.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
