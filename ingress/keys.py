@@ -71,7 +71,15 @@ class Keys:
                 f"Idempotency-Key: 1 to {KEY_CHARACTERS_MAX} printable ASCII characters", param="Idempotency-Key"
             )
         asked = hashlib.blake2b(digest_size=16)
-        for part in (path, pin, msgspec.json.encode(msgspec.json.decode(body), order="deterministic")):
+        try:
+            content = msgspec.json.encode(msgspec.json.decode(body), order="deterministic")
+        except (
+            msgspec.MsgspecError,
+            OverflowError,
+            RecursionError,
+        ) as error:  # of a field that is skipped without a key
+            raise BadRequest(f"the body cannot be compared with another one: {error}") from None
+        for part in (path, pin, content):
             asked.update(b"%d:" % len(part) + part)
         name = subjects.key(tenant, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
         return Claimed(self, name, asked.digest())

@@ -1,5 +1,6 @@
 """GET /v1/streams/{rid}: go on with a resumable stream. POST /v1/streams/{rid}/cancel, or DELETE: end a request."""
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,8 @@ from ingress.family import Family
 from ingress.position import HEADER
 from ingress.resumption import ROUTE, Resumption, position_of
 from shared.errors import StreamNotFound
+
+_is_rid = re.compile(r"[0-9a-f]{32}").fullmatch
 
 PARAMETERS = [
     {"name": "rid", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
@@ -40,10 +43,10 @@ def router(context: Context, families: tuple[Family, ...]) -> APIRouter:
     ended = openapi.answer(Ended) | {"summary": "End a request", "openapi_extra": {"parameters": PARAMETERS}}
 
     async def resume(request: Request) -> Response:
-        return Resumption(context, families, request.path_params["rid"])
+        return Resumption(context, families, _rid(request))
 
     async def cancel(request: Request) -> Response:
-        rid = request.path_params["rid"]
+        rid = _rid(request)
         position = position_of(dict(request.scope["headers"]), rid)
         sequence = 0 if position is None else position.sequence
         status = await context.dispatcher.revoke(rid, context.tenant, sequence)
@@ -56,3 +59,10 @@ def router(context: Context, families: tuple[Family, ...]) -> APIRouter:
     routes.delete(ROUTE, **ended)(cancel)
     routes.post(ROUTE + "/cancel", **ended)(cancel)
     return routes
+
+
+def _rid(request: Request) -> str:
+    rid: str = request.path_params["rid"]
+    if not _is_rid(rid):
+        raise StreamNotFound("there is no request of such an id")
+    return rid
