@@ -56,6 +56,7 @@ class Scheduler:
             False  # some wait for a slot, memory or a smaller batch; or for their caps, more than is reserved
         )
         self.late = False  # a prefill is about to miss its target: whoever has a clock says so before `plan`
+        self.places = 0  # sequences in the batch of the last plan
         self.residence = 0.0  # steps from admission to the end: a moving mean
         self._slots_reserved = int(slots * reserved_fraction)
         self._blocks_max = max(
@@ -120,6 +121,7 @@ class Scheduler:
                 room = min(room, self.pacer.room(load.decodes, load.context, start, self.late))
             self._prefill(slices, prefills, max(1, room), admits)
             load = load_of(slices) if load is not None else None
+        self.places = len(self.running)
         return StepPlan(slices, preempted, load)
 
     def commit(self, plan: StepPlan, tokens: list[int], counts: list[int] | None = None) -> None:

@@ -17,7 +17,7 @@ def steps_to_wait(scheduler: Scheduler) -> list[tuple[Sequence, float]]:
     if running == 0:
         return []
     oldest = scheduler.steps - next(iter(scheduler.running)).entered
-    between = max(scheduler.residence, oldest) / running
+    between = max(scheduler.residence, oldest) / max(scheduler.places, running)
     blocks_each = max(1.0, scheduler.pool.used / running)
     queues = scheduler.ledger.order()
     found = []

@@ -1,5 +1,6 @@
 """A scheduler on a virtual clock: what happens when, without waiting for it."""
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class VirtualEngine:
         self.admissions = 0
         self.output_tokens = 0
         self.lives: dict[Sequence, Life] = {}
+        self.noise: random.Random | None = None  # set: a step takes up to a tenth more or less
         self._cost = cost
         self._count = 0
 
@@ -55,11 +57,11 @@ class VirtualEngine:
                 life.admitted_step = self.steps
                 life.admissions_between = self.admissions - life.admissions_before
                 self.admissions += 1
-        load = load_of(plan.slices)
-        self.now += self._cost.ms(load)
+        ms = self._cost.ms(load_of(plan.slices)) * (self.noise.uniform(0.9, 1.1) if self.noise is not None else 1.0)
+        self.now += ms
         self.scheduler.commit(plan, [7 for part in plan.slices if part.samples])
         if plan.load is not None:
-            self.scheduler.pacer.observe(plan.load, self._cost.ms(load))
+            self.scheduler.pacer.observe(plan.load, ms)
         for part in plan.slices:
             if part.samples:
                 self.output_tokens += 1
