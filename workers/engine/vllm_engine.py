@@ -206,6 +206,8 @@ class VllmEngine:
 
     def _receive(self, choice: Choice, output: Any, events: list[TokenEvent]) -> None:
         completion = output.outputs[0]
+        if choice.cached < 0:
+            choice.cached = output.num_cached_tokens or 0
         ids, texts, scores = [], [], []
         for index, token in enumerate(completion.token_ids):
             if choice.text.finish is not None:

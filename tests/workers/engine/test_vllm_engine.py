@@ -33,6 +33,7 @@ class StandIn:
     error: Exception | None = None
     gate: threading.Event = field(default_factory=threading.Event)  # steps wait for it
     gated: bool = False
+    cached: int | None = None  # prompt tokens that it says it did not compute
 
     def add_request(self, request_id: str, prompt: Any, params: dict[str, Any]) -> str:
         self.added.append((request_id, prompt["prompt_token_ids"], params))
@@ -61,7 +62,7 @@ class StandIn:
             completion = SimpleNamespace(
                 token_ids=[token], finish_reason=reason, logprobs=None if state[2] is None else [known]
             )
-            outputs.append(SimpleNamespace(request_id=name, outputs=[completion]))
+            outputs.append(SimpleNamespace(request_id=name, outputs=[completion], num_cached_tokens=self.cached))
         outputs.append(SimpleNamespace(request_id="ended long ago", outputs=[]))
         return outputs
 
@@ -137,6 +138,13 @@ def test_log_probabilities_are_ranked_and_finite() -> None:
     (score,) = outcome.logprobs[0]
     assert (score.id, score.logprob, score.bytes) == (6, -0.5, WORDS[6].encode())
     assert [(each.id, each.logprob) for each in score.top] == [(7, -9999.0)]
+
+
+def test_cached_tokens_are_told_but_never_more_than_the_prompt() -> None:
+    (outcome,) = run(StandIn(cached=2), request("a", [5, 6, 7], max_tokens=2))
+    assert outcome.usage.cached_tokens == 2
+    (outcome,) = run(StandIn(cached=9), request("a", [5, 6, 7], max_tokens=9, prefix=[[8] * 6]))
+    assert outcome.usage.cached_tokens == 3
 
 
 def test_vllm_never_holds_more_than_the_slots_and_the_order_is_ours() -> None:
