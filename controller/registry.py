@@ -245,5 +245,5 @@ async def read_bucket(bus: Bus, bucket: str, decode: Callable[[str, bytes], Reco
         try:
             found.append(decode(key, value))
         except Internal as error:
-            log.warning("left out: %s", error)
+            log.warning("%s of bucket %s is left out: %s", key, bucket, error)
     return found

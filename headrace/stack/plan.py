@@ -49,13 +49,17 @@ def make(data: Path, http_port: int | None, lifeline_fd: int, environ: Mapping[s
 
     commands: list[Command] = []
     nats_port, object_ports = 0, None
+    taken: set[int] = set()
     if "nats_url" not in by_hand:
-        nats_port = before.nats_port if before and _free(before.nats_port) else ports.free_ports(1)[0]
-        server = servers.nats(data / "nats", nats_port)
+        monitor_port, fresh_port = ports.free_ports(2)
+        nats_port = before.nats_port if before and _free(before.nats_port) else fresh_port
+        taken = {nats_port, monitor_port}
+        server = servers.nats(data / "nats", nats_port, monitor_port)
         settings = replace(settings, nats_url=server.url)
-        commands.append(_server_command(server, environ, servers.nats_ready, []))
+        command = _server_command(server, environ, servers.nats_ready, [])
+        commands.append(replace(command, sound=lambda: servers.nats_sound(monitor_port)))
     if "s3_endpoint" not in by_hand:
-        object_ports = _object_ports(before, nats_port)
+        object_ports = _object_ports(before, taken)
         settings = replace(settings, s3_access_key=secrets.token_hex(10), s3_secret_key=secrets.token_hex(20))
         server = servers.objects(data / "objects", object_ports, settings.s3_access_key, settings.s3_secret_key)
         settings = replace(settings, s3_endpoint=server.url)
@@ -114,13 +118,13 @@ def _free(port: int) -> bool:
     return port > 0 and ports.is_free(port)
 
 
-def _object_ports(before: StackState | None, taken: int) -> ObjectPorts:
+def _object_ports(before: StackState | None, taken: set[int]) -> ObjectPorts:
     """The ports of the last time if they are free: SeaweedFS names a directory after its master's port."""
     if before is not None and before.object_ports is not None:
         old = msgspec.structs.astuple(before.object_ports)
-        if all(_free(port) and _free(port + ports.GRPC_OFFSET) for port in old):
+        if not taken & set(old) and all(_free(port) and _free(port + ports.GRPC_OFFSET) for port in old):
             return before.object_ports
-    return ObjectPorts(*[port for port in ports.free_ports(6) if port != taken][:5])
+    return ObjectPorts(*[port for port in ports.free_ports(7) if port not in taken][:5])
 
 
 def _server_command(

@@ -27,6 +27,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     preexec: Callable[[], None] | None = None
     leftovers: list[Path] = []  # removed ahead of each start and after the end
     ready: Callable[[], Awaitable[bool]] | None = None  # None: ready when started
+    sound: Callable[[], Awaitable[bool]] | None = None  # False: it runs, and only a restart makes it work again
 
     def sweep(self) -> None:
         for path in self.leftovers:

@@ -52,8 +52,8 @@ def binary(name: str) -> str:
     return found
 
 
-def nats(directory: Path, port: int) -> Server:
-    """nats-server with JetStream, its store and its configuration in `directory`."""
+def nats(directory: Path, port: int, monitor_port: int = 0) -> Server:
+    """nats-server with JetStream, its store and its configuration in `directory`; `monitor_port` tells how it is."""
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / "jetstream"
     config = directory / "nats.conf"
@@ -62,6 +62,7 @@ def nats(directory: Path, port: int) -> Server:
         'server_name: "headrace-local"\n'
         f"max_payload: {MAX_PAYLOAD_BYTES}\n"
         f"jetstream {{ store_dir: {json.dumps(str(store))} }}\n"
+        + (f'http: "{HOST}:{monitor_port}"\n' if monitor_port else "")
     )
     argv = [binary("nats-server"), "--config", str(config)]
     return Server(name="nats", argv=argv, env={}, directory=str(directory), url=f"nats://{HOST}:{port}")
@@ -145,6 +146,14 @@ async def nats_ready(url: str) -> bool:
         return False
     finally:
         writer.close()
+
+
+async def nats_sound(monitor_port: int) -> bool:
+    """Whether a NATS server does not say that something is wrong with it.
+
+    After a failed write it stores nothing any more in that stream, even when the disk has room again, until it is restarted.
+    """
+    return await http_status(f"http://{HOST}:{monitor_port}/healthz") != 503
 
 
 async def http_status(url: str, timeout_s: float = 2.0) -> int:

@@ -7,6 +7,7 @@ the subreaper of them: a worker whose controller died becomes its child, goes on
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -35,6 +36,8 @@ CONTROLLER_STOP_S = 5.0
 MARGIN_S = 2.0  # on top of a drain's own budget
 POLL_S = 0.05
 DIRECTORY_CHECK_S = 1.0
+SOUND_EVERY_S = 2.0
+ROOM_BYTES_MIN = 16 << 20
 
 
 class Supervisor:
@@ -63,7 +66,7 @@ class Supervisor:
         """Bring the stack up, keep it up until `stop`, end it. Raises StackError when it does not come up."""
         startup = asyncio.create_task(self._start(demo))
         exiting = asyncio.create_task(self._should_exit.wait())
-        watching = asyncio.create_task(self._watch_directory())
+        watching = asyncio.gather(self._watch_directory(), self._watch_soundness())
         try:
             await asyncio.wait({startup, exiting}, return_when=asyncio.FIRST_COMPLETED)
             if startup.done():
@@ -119,6 +122,26 @@ class Supervisor:
                 self._report(f"{self._data} is gone: ending")
                 self.stop()
                 return
+
+    async def _watch_soundness(self) -> None:
+        """Restart what runs and does not work any more, once there is room on its disk again."""
+        told = False
+        while True:
+            await asyncio.sleep(SOUND_EVERY_S)
+            for command in self._plan.servers:
+                process = self._processes.get(command.name)
+                if command.sound is None or process is None or process.ended.done() or await command.sound():
+                    continue
+                if shutil.disk_usage(self._data).free < ROOM_BYTES_MIN:
+                    if not told:
+                        self._report(f"{command.name} cannot write: the disk of {self._data} is full")
+                    told = True
+                    continue
+                told = False
+                self._report(f"{command.name} could not write, and there is room: starting it again")
+                process.signal(signal.SIGTERM)
+                await asyncio.wait({process.ended}, timeout=SERVER_STOP_S)
+                process.signal(signal.SIGKILL)
 
     def _keeper_done(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled():  # it never ends but by an error, which `_end` raises
