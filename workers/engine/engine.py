@@ -183,7 +183,7 @@ class BatchEngine:
             raise
         except Exception as error:  # a broken invariant of ours: nothing in this engine's state can be trusted
             log.critical("the engine starts over, %d runs fail", len(self._runs), exc_info=True)
-            events = self._start_over(error)
+            events += self._start_over(error)  # what was said before stays said: a refusal, a finish
         self._step_started = 0.0
         return events
 

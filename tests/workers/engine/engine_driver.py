@@ -29,7 +29,8 @@ class Outcome:
 
     def add(self, event: TokenEvent) -> None:
         assert self.error is None, f"{event} after an error"
-        assert event.choice not in self.finish, f"{event} after the finish"
+        # An error is of the whole run, though it names its first choice.
+        assert event.error is not None or event.choice not in self.finish, f"{event} after the finish"
         assert len(event.ids) == len(event.text)
         if event.before is not None:
             assert event.choice not in self.ids, "the text of a prefix comes first"
