@@ -8,7 +8,6 @@ from collections import Counter
 from ingress.listening import bind, keep_spreading, steer_away
 from shared.settings import Settings
 
-
 LISTENS = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 
