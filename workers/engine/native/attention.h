@@ -2,8 +2,6 @@
 // kRun positions, aligned to absolute positions, with an online softmax (Milakov and Gimelshein, 2018). A query's result
 // depends on its own context only: neither on the other queries of its tile nor on how its prompt was cut into chunks.
 #pragma once
-#include <vector>
-
 #include "product.h"
 
 namespace headrace {
@@ -83,8 +81,8 @@ inline int attention_tile_tokens(const AttentionShape& shape) {
 // What one thread needs for a tile of queries.
 template <class T>
 struct Workspace {
-  std::vector<T> queries, keys, values, weights, unpacked_keys, unpacked_values;
-  std::vector<float> scores, sums, highest, totals;
+  Buffer<T> queries, keys, values, weights, unpacked_keys, unpacked_values;
+  Buffer<float> scores, sums, highest, totals;
 
   explicit Workspace(const AttentionShape& shape) {
     const int rows = attention_tile_tokens(shape) * (shape.heads / shape.key_heads);
@@ -101,58 +99,144 @@ struct Workspace {
   }
 };
 
-// [kRun][dim] at `from(position)` becomes a panel [step][tile][lane] whose columns are the positions; null rows become zeros.
-template <class T, class From>
-inline void pack_keys(T* panel, int dim, From&& from) {
+// Queries of one task: tokens `first` .. `first + count - 1` of a span, for the query heads that share one key head.
+struct Tile {
+  const Span* span;
+  int head;
+  int first;
+  int count;
+
+  int start() const { return span->length - span->count + first; }  // position of the first query
+  int length() const { return start() + count; }                    // of the context of the last query
+};
+
+// One head's keys or values of one sequence, `length` positions.
+template <class T>
+struct Stored {
+  const Cache<T>& cache;
+  long row;  // the head's first in the cache
+  int dim;
+  const int* blocks;
+  int length;
+
+  int in_run(int first) const { return std::min(kRun, length - first); }
+  long slot(int first, int tile) const { return row + static_cast<long>(blocks[first / kBlock + tile]) * kBlock; }
+};
+
+// Has a run on its way from memory before it is read: contexts lie scattered, and the hardware does not guess where. A few
+// lines at a time, between other work: of a burst most are dropped.
+class Fetch {
+ public:
+  Fetch() = default;
+
+  template <class T>
+  Fetch(const Stored<T>& stored, int first) {
+    const size_t size = stored.dim * (stored.cache.scales ? sizeof(int8_t) : sizeof(T));
+    const int length = stored.in_run(first);
+    for (; blocks_ * kBlock < length; blocks_++)
+      begins_[blocks_] = static_cast<const char*>(stored.cache.elements) + stored.slot(first, blocks_) * size;
+    bytes_ = kBlock * size;
+  }
+
+  void lines(int count) {
+    for (; count > 0 && block_ < blocks_; count--) {
+      _mm_prefetch(begins_[block_] + offset_, _MM_HINT_T0);
+      offset_ += kLine;
+      if (offset_ >= bytes_) offset_ = 0, block_++;
+    }
+  }
+
+ private:
+  const char* begins_[kRunTiles];
+  size_t bytes_ = 0, offset_ = 0;
+  int blocks_ = 0, block_ = 0;
+};
+
+// A run of positions, block by block, kBlock rows behind one another in each.
+template <class T>
+struct Run {
+  const T* blocks[kRunTiles];
+  int length;  // positions that exist
+};
+
+// Positions `first` and on; they stay where they are, or are unpacked to `unpacked`.
+template <class T>
+inline Run<T> run_of(const Stored<T>& stored, int first, T* unpacked) {
+  const int dim = stored.dim;
+  Run<T> run{{}, stored.in_run(first)};
+  for (int tile = 0; tile * kBlock < run.length; tile++) {
+    const long slot = stored.slot(first, tile);
+    if (stored.cache.scales) {
+      const int8_t* from = static_cast<const int8_t*>(stored.cache.elements) + slot * dim;
+      T* to = unpacked + tile * kBlock * dim;
+      for (int i = 0; i < std::min(kBlock, run.length - tile * kBlock); i++)
+        unpack(from + i * dim, stored.cache.scales[slot + i], dim, to + i * dim);
+      run.blocks[tile] = to;
+    } else {
+      run.blocks[tile] = static_cast<const T*>(stored.cache.elements) + slot * dim;
+    }
+  }
+  return run;
+}
+
+template <class T>
+inline __m512i dwords(const T* from, int elements) {
+  if (elements >= kLanes * kStep<T>) return _mm512_loadu_si512(from);
+  if constexpr (sizeof(T) == 2)
+    return _mm512_maskz_loadu_epi16((1u << elements) - 1, from);
+  else
+    return _mm512_maskz_loadu_epi32(lanes_below(elements), from);
+}
+
+// A run of keys becomes a panel [step][tile][lane] whose columns are the positions. Tiles beyond its end are left as they
+// are: their scores are never looked at.
+template <class T>
+inline void pack_keys(T* panel, int dim, const Run<T>& run, Fetch& ahead) {
   const int steps = steps_of<T>(dim);
-  for (int tile = 0; tile < kRunTiles; tile++) {
-    const T* rows[kLanes];
-    for (int i = 0; i < kLanes; i++) rows[i] = from(tile * kLanes + i);
+  for (int tile = 0; tile * kBlock < run.length; tile++) {
+    const int count = std::min(kBlock, run.length - tile * kBlock);
     for (int step = 0; step < steps; step += kLanes) {
-      const int elements = dim - step * kStep<T>;
+      ahead.lines(kLanes / 2);
       __m512i block[kLanes];
-      for (int i = 0; i < kLanes; i++) {
-        if constexpr (sizeof(T) == 2)
-          block[i] = rows[i] ? _mm512_maskz_loadu_epi16(elements >= 32 ? ~0u : (1u << elements) - 1, rows[i] + 2 * step)
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++)
+        block[i] = i < count ? dwords(run.blocks[tile] + i * dim + step * kStep<T>, dim - step * kStep<T>)
                              : _mm512_setzero_si512();
-        else
-          block[i] = rows[i] ? _mm512_maskz_loadu_epi32(lanes_below(elements), rows[i] + step) : _mm512_setzero_si512();
-      }
       transpose(block);
-      for (int i = 0; i < std::min(kLanes, steps - step); i++)
-        _mm512_storeu_si512(panel + (static_cast<size_t>(step + i) * kRun + tile * kLanes) * kStep<T>, block[i]);
+      T* to = panel + (static_cast<size_t>(step) * kRun + tile * kLanes) * kStep<T>;
+      if (steps - step >= kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) _mm512_storeu_si512(to + i * kRun * kStep<T>, block[i]);
+      } else {
+        for (int i = 0; i < steps - step; i++) _mm512_storeu_si512(to + i * kRun * kStep<T>, block[i]);
+      }
     }
   }
 }
 
-// [kRun][dim] becomes panels of kRun columns, [panel][step][column], whose columns are the elements.
-template <class T, class From>
-inline void pack_values(T* panels, int dim, From&& from) {
-  const int steps = kRun / kStep<T>;
-  for (int column = 0; column < round_up(dim, kRun); column += 2 * kLanes) {
-    T* to = panels + (static_cast<size_t>(column / kRun) * steps * kRun + column % kRun) * kStep<T>;
-    const int elements = std::max(0, std::min(2 * kLanes, dim - column));
+// A run of values becomes panels of kRun columns, [panel][step][column], whose columns are the elements. How many steps of
+// each are filled: positions that do not exist are zeros, or beyond the steps.
+template <class T>
+inline int pack_values(T* panels, int dim, const Run<T>& run, Fetch& ahead) {
+  const int steps = steps_of<T>(run.length);
+  for (int column = 0; column < round_up(dim, kRun); column += kLanes * kStep<T>) {
+    T* to = panels + (static_cast<size_t>(column / kRun) * kRun * kRun) + column % kRun * kStep<T>;
+    const int elements = std::max(0, std::min(kLanes * kStep<T>, dim - column));
     for (int step = 0; step < steps; step++, to += kRun * kStep<T>) {
+      ahead.lines(1);
+      const int position = step * kStep<T>;
+      const T* row = run.blocks[position / kBlock] + position % kBlock * dim + column;
+      const __m512i first = dwords(row, elements);
       if constexpr (sizeof(T) == 2) {
-        const __mmask32 mask = elements >= 32 ? ~0u : (1u << elements) - 1;
-        const T *even = from(2 * step), *odd = from(2 * step + 1);
-        const __m512i a = even ? _mm512_maskz_loadu_epi16(mask, even + column) : _mm512_setzero_si512();
-        const __m512i b = odd ? _mm512_maskz_loadu_epi16(mask, odd + column) : _mm512_setzero_si512();
-        const __m512i low = _mm512_or_si512(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(a)),
-                                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(b)), 16));
-        const __m512i high =
-            _mm512_or_si512(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(a, 1)),
-                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(b, 1)), 16));
-        _mm512_storeu_si512(to, low);
-        _mm512_storeu_si512(to + 2 * kLanes, high);
+        const __m512i second = position + 1 < run.length ? dwords(row + dim, elements) : _mm512_setzero_si512();
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, interleaved(0), second));
+        _mm512_storeu_si512(to + kLanes * kStep<T>, _mm512_permutex2var_epi16(first, interleaved(16), second));
       } else {
-        const T* row = from(step);
-        for (int half = 0; half < 2; half++)
-          store(to + half * kLanes, row ? load(row + column + half * kLanes, lanes_below(elements - half * kLanes))
-                                        : _mm512_setzero_ps());
+        _mm512_storeu_si512(to, first);
       }
     }
   }
+  return steps;
 }
 
 // cap * tanh(x / cap)
@@ -195,81 +279,110 @@ inline float soften(float* scores, T* weights, const AttentionShape& shape, int 
   return earlier;
 }
 
-// Tokens `first` .. `first + count - 1` of a span for one key head: `queries` and `out` are rows of the whole batch.
+// One layer's attention: the cache, the queries of the whole batch and where the results go, row by row.
 template <class T>
-inline void attend(const AttentionShape& shape, const Cache<T>& keys, const Cache<T>& values, long slots, const Span& span,
-                   int head, int first, int count, const T* queries, size_t query_stride, T* out, size_t out_stride,
-                   Workspace<T>& work) {
-  const int sharing = shape.heads / shape.key_heads, rows = count * sharing;
-  const int steps = steps_of<T>(shape.key_dim), dim = steps * kStep<T>, width = round_up(shape.value_dim, kRun);
-  const int start = span.length - span.count + first;  // position of the first query
+struct Attention {
+  const AttentionShape& shape;
+  Cache<T> keys, values;
+  long slots;
+  const T* queries;
+  size_t query_stride;
+  T* out;
+  size_t out_stride;
+
+  Stored<T> keys_of(const Tile& tile) const {
+    return {keys, tile.head * slots, shape.key_dim, tile.span->blocks, tile.length()};
+  }
+  Stored<T> values_of(const Tile& tile) const {
+    return {values, tile.head * slots, shape.value_dim, tile.span->blocks, tile.length()};
+  }
+  int first_run(const Tile& tile) const {
+    return shape.window ? std::max(0, tile.start() - shape.window + 1) / kRun * kRun : 0;
+  }
+};
+
+template <class T>
+inline void begin_tile(const Attention<T>& attention, const Tile& tile, int rows, Workspace<T>& work) {
+  const AttentionShape& shape = attention.shape;
+  const int sharing = shape.heads / shape.key_heads, dim = steps_of<T>(shape.key_dim) * kStep<T>;
   for (int r = 0; r < rows; r++) {
-    const T* from = queries + (span.row + first + r / sharing) * query_stride +
-                    static_cast<size_t>(head * sharing + r % sharing) * shape.key_dim;
-    std::memcpy(work.queries.data() + r * dim, from, shape.key_dim * sizeof(T));
-    work.highest[r] = shape.sinks ? shape.sinks[head * sharing + r % sharing] : -kInfinity;
+    const int head = tile.head * sharing + r % sharing;
+    const T* from = attention.queries + (tile.span->row + tile.first + r / sharing) * attention.query_stride;
+    std::memcpy(work.queries.data() + r * dim, from + static_cast<size_t>(head) * shape.key_dim, shape.key_dim * sizeof(T));
+    work.highest[r] = shape.sinks ? shape.sinks[head] : -kInfinity;
     work.totals[r] = shape.sinks ? 1 : 0;
   }
-  std::fill_n(work.sums.begin(), static_cast<size_t>(rows) * width, 0.0f);
-  const int oldest = shape.window ? std::max(0, start - shape.window + 1) : 0;
-  for (int run = oldest / kRun * kRun; run < start + count; run += kRun) {
-    const int places = std::min(kRun, start + count - run);
-    const auto slot_of = [&](int place) {
-      const int position = run + place;
-      return head * slots + static_cast<long>(span.blocks[position / kBlock]) * kBlock + position % kBlock;
-    };
-    const auto row_of = [&](const Cache<T>& cache, const std::vector<T>& unpacked, int place, int elements) -> const T* {
-      if (place >= places) return nullptr;
-      return cache.scales ? unpacked.data() + place * elements
-                          : static_cast<const T*>(cache.elements) + slot_of(place) * elements;
-    };
-    if (keys.scales)
-      for (int place = 0; place < places; place++) {
-        const long slot = slot_of(place);
-        unpack(static_cast<const int8_t*>(keys.elements) + slot * shape.key_dim, keys.scales[slot], shape.key_dim,
-               work.unpacked_keys.data() + place * shape.key_dim);
-        unpack(static_cast<const int8_t*>(values.elements) + slot * shape.value_dim, values.scales[slot], shape.value_dim,
-               work.unpacked_values.data() + place * shape.value_dim);
-      }
-    pack_keys(work.keys.data(), shape.key_dim,
-              [&](int place) { return row_of(keys, work.unpacked_keys, place, shape.key_dim); });
-    pack_values(work.values.data(), shape.value_dim,
-                [&](int place) { return row_of(values, work.unpacked_values, place, shape.value_dim); });
+  std::fill_n(work.sums.begin(), static_cast<size_t>(rows) * round_up(shape.value_dim, kRun), 0.0f);
+}
+
+template <class T>
+inline void end_tile(const Attention<T>& attention, const Tile& tile, int rows, Workspace<T>& work) {
+  const AttentionShape& shape = attention.shape;
+  const int sharing = shape.heads / shape.key_heads, width = round_up(shape.value_dim, kRun);
+  for (int r = 0; r < rows; r++) {
+    T* to = attention.out + (tile.span->row + tile.first + r / sharing) * attention.out_stride +
+            static_cast<size_t>(tile.head * sharing + r % sharing) * shape.value_dim;
+    const float* from = work.sums.data() + static_cast<size_t>(r) * width;
+    const __m512 total = _mm512_set1_ps(work.totals[r]);
+    for (int column = 0; column < shape.value_dim; column += kLanes)
+      store(to + column, _mm512_div_ps(_mm512_loadu_ps(from + column), total), lanes_below(shape.value_dim - column));
+  }
+}
+
+// The sums of earlier runs, times `work.scores[row * kRun]` each, and this run's weights times its values.
+template <class T>
+inline void add_values(int rows, int steps, int width, Workspace<T>& work, Fetch& ahead) {
+  for (int column = 0; column < width; column += kRun)
     in_tiles<kRunRows>(rows, [&](int, int row, auto size) {
-      multiply<T, decltype(size)::value, kRunTiles, 0>(
-          work.queries.data() + row * dim, dim, work.keys.data(), steps, nullptr, [&](auto& sums) {
+      multiply<T, decltype(size)::value, kRunTiles>(
+          work.weights.data() + row * kRun, kRun, work.values.data() + static_cast<size_t>(column) * kRun, steps,
+          [&](int) { ahead.lines(1); },
+          [&](auto& sums) {
+            for (int r = 0; r < size; r++) {
+              const __m512 earlier = _mm512_set1_ps(work.scores[(row + r) * kRun]);
+              float* to = work.sums.data() + static_cast<size_t>(row + r) * width + column;
+              for (int t = 0; t < kRunTiles; t++, to += kLanes)
+                _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), earlier, sums[r][t]));
+            }
+          });
+    });
+}
+
+// `later`, if not null, is what this thread computes next: its first keys and values are fetched meanwhile.
+template <class T>
+inline void attend(const Attention<T>& attention, const Tile& tile, const Tile* later, Workspace<T>& work) {
+  const AttentionShape& shape = attention.shape;
+  const int sharing = shape.heads / shape.key_heads, rows = tile.count * sharing;
+  const int steps = steps_of<T>(shape.key_dim), dim = steps * kStep<T>;
+  const Stored<T> keys = attention.keys_of(tile), values = attention.values_of(tile);
+  begin_tile(attention, tile, rows, work);
+  for (int run = attention.first_run(tile); run < tile.length(); run += kRun) {
+    const bool last = run + kRun >= tile.length();
+    Fetch next_keys, next_values;
+    if (!last) {
+      next_keys = Fetch(keys, run + kRun);
+      next_values = Fetch(values, run + kRun);
+    } else if (later) {
+      next_keys = Fetch(attention.keys_of(*later), attention.first_run(*later));
+      next_values = Fetch(attention.values_of(*later), attention.first_run(*later));
+    }
+    pack_keys(work.keys.data(), shape.key_dim, run_of(keys, run, work.unpacked_keys.data()), next_keys);
+    in_tiles<kRunRows>(rows, [&](int, int row, auto size) {
+      multiply<T, decltype(size)::value, kRunTiles>(
+          work.queries.data() + row * dim, dim, work.keys.data(), steps, [&](int) { next_keys.lines(1); }, [&](auto& sums) {
             for (int r = 0; r < size; r++)
               for (int t = 0; t < kRunTiles; t++)
                 _mm512_storeu_ps(work.scores.data() + (row + r) * kRun + t * kLanes, sums[r][t]);
           });
     });
-    for (int r = 0; r < rows; r++) {
-      const float earlier = soften(work.scores.data() + r * kRun, work.weights.data() + r * kRun, shape, run,
-                                   start + r / sharing, work.highest[r], work.totals[r]);
-      work.scores[r * kRun] = earlier;  // its scores are used up
-    }
-    for (int column = 0; column < width; column += kRun)
-      in_tiles<kRunRows>(rows, [&](int, int row, auto size) {
-        multiply<T, decltype(size)::value, kRunTiles, 0>(
-            work.weights.data() + row * kRun, kRun, work.values.data() + static_cast<size_t>(column) * kRun,
-            kRun / kStep<T>, nullptr, [&](auto& sums) {
-              for (int r = 0; r < size; r++) {
-                const __m512 earlier = _mm512_set1_ps(work.scores[(row + r) * kRun]);
-                float* to = work.sums.data() + static_cast<size_t>(row + r) * width + column;
-                for (int t = 0; t < kRunTiles; t++, to += kLanes)
-                  _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_loadu_ps(to), earlier, sums[r][t]));
-              }
-            });
-      });
+    for (int r = 0; r < rows; r++)
+      work.scores[r * kRun] = soften(work.scores.data() + r * kRun, work.weights.data() + r * kRun, shape, run,
+                                     tile.start() + r / sharing, work.highest[r], work.totals[r]);
+    const int value_steps =
+        pack_values(work.values.data(), shape.value_dim, run_of(values, run, work.unpacked_values.data()), next_values);
+    add_values(rows, value_steps, round_up(shape.value_dim, kRun), work, next_values);
   }
-  for (int r = 0; r < rows; r++) {
-    T* to = out + (span.row + first + r / sharing) * out_stride +
-            static_cast<size_t>(head * sharing + r % sharing) * shape.value_dim;
-    const __m512 total = _mm512_set1_ps(work.totals[r]);
-    for (int column = 0; column < shape.value_dim; column += kLanes)
-      store(to + column, _mm512_div_ps(_mm512_loadu_ps(work.sums.data() + static_cast<size_t>(r) * width + column), total),
-            lanes_below(shape.value_dim - column));
-  }
+  end_tile(attention, tile, rows, work);
 }
 
 }  // namespace headrace

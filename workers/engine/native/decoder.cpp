@@ -71,7 +71,7 @@ constexpr int kPhasesBeside = 4;  // embedding, choice of rows, last norm, logit
 template <class T>
 struct Rows {
   int stride = 0;
-  std::vector<T> data;
+  Buffer<T> data;
 
   Rows(int rows, int columns) : stride(round_up(columns, kPad)), data(static_cast<size_t>(rows) * stride) {}
   T* operator[](int row) { return data.data() + static_cast<size_t>(row) * stride; }
@@ -118,7 +118,7 @@ class TypedDecoder final : public Decoder {
   TypedDecoder(const Model& model, int tokens_max, int threads)
       : model_(model),
         threads_(threads),
-        team_(threads, model.layers * kPhasesPerLayer + kPhasesBeside),
+        team_(model.layers * kPhasesPerLayer + kPhasesBeside),
         shape_{model.heads, model.key_heads, model.head_dim, model.head_dim, model.scaling, 0, 0, nullptr},
         stream_(tokens_max, model.hidden),
         qkv_(tokens_max, (model.heads + 2 * model.key_heads) * model.head_dim),
@@ -140,21 +140,15 @@ class TypedDecoder final : public Decoder {
   }
 
  private:
-  struct Tile {
-    int span, first, count;
-  };
-
   // Tiles of queries, the expensive ones first: the last tasks of a phase should be short.
   void plan(const Batch& batch) {
     tiles_.clear();
     const int tokens = attention_tile_tokens(shape_);
     for (int s = 0; s < batch.spans; s++)
-      for (int first = batch.span[s].count; first > 0; first -= tokens)
-        tiles_.push_back({s, std::max(0, first - tokens), std::min(tokens, first)});
-    const auto cost = [&](const Tile& tile) {
-      const Span& span = batch.span[tile.span];
-      return static_cast<long>(span.length - span.count + tile.first + tile.count) * (tile.count + 1);
-    };
+      for (int first = 0; first < batch.span[s].count; first += tokens)
+        for (int head = 0; head < model_.key_heads; head++)
+          tiles_.push_back({&batch.span[s], head, first, std::min(tokens, batch.span[s].count - first)});
+    const auto cost = [](const Tile& tile) { return static_cast<long>(tile.length()) * (tile.count + 1); };
     std::stable_sort(tiles_.begin(), tiles_.end(), [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
   }
 
@@ -183,11 +177,17 @@ class TypedDecoder final : public Decoder {
     for_rows(member, batch.tokens, [&](int row) { place(batch, layer, row); });
     AttentionShape shape = shape_;
     shape.window = layer.window;
-    member.each(static_cast<int>(tiles_.size()) * model_.key_heads, [&](int task) {
-      const Tile& tile = tiles_[task / model_.key_heads];
-      attend(shape, Cache<T>{layer.keys, static_cast<const T*>(layer.key_scales)},
-             Cache<T>{layer.values, static_cast<const T*>(layer.value_scales)}, model_.slots, batch.span[tile.span], task % model_.key_heads, tile.first, tile.count, queries_[0], queries_.stride,
-             attended_[0], attended_.stride, *work_[member.number]);
+    const Attention<T> heads{shape,
+                             {layer.keys, static_cast<const T*>(layer.key_scales)},
+                             {layer.values, static_cast<const T*>(layer.value_scales)},
+                             model_.slots,
+                             queries_[0],
+                             static_cast<size_t>(queries_.stride),
+                             attended_[0],
+                             static_cast<size_t>(attended_.stride)};
+    const int count = static_cast<int>(tiles_.size());
+    member.each(count, [&](int task, int next) {
+      attend(heads, tiles_[task], next < count ? &tiles_[next] : nullptr, *work_[member.number]);
     });
   }
 
@@ -196,11 +196,12 @@ class TypedDecoder final : public Decoder {
       normalise(stream_[row], layer.attention_norm, model_.hidden, model_.epsilon, normed_[row]);
     });
     const int panels = panels_of(model_.intermediate), groups = (rows + kTaskRows - 1) / kTaskRows;
-    member.each(panels * groups, [&](int task) {
+    member.each(panels * groups, [&](int task, int next) {
       const int panel = task / groups, begin = task % groups * kTaskRows, count = std::min(kTaskRows, rows - begin);
       float gates[kTaskRows * kPanelColumns];
       const T* from = normed_[begin];
-      multiply_panel(from, normed_.stride, count, layer.gate_up, 2 * panel, 1, [&](int row, auto size, auto& sums) {
+      const T* up = panel_of<T>(layer.gate_up, 2 * panel + 1);
+      multiply_panel(from, normed_.stride, count, layer.gate_up, 2 * panel, up, [&](int row, auto size, auto& sums) {
         for (int t = 0; t < kPanelTiles; t++) {
           const __m512 more = vector_of(layer.gate_up.bias, 2 * panel * kPanelColumns + t * kLanes);
           for (int r = 0; r < size; r++)
@@ -208,8 +209,8 @@ class TypedDecoder final : public Decoder {
                              activated(_mm512_add_ps(sums[r][t], more), model_.activation));
         }
       });
-      const int ahead = 2 * member.threads() - 1;
-      multiply_panel(from, normed_.stride, count, layer.gate_up, 2 * panel + 1, ahead,
+      const T* later = panel_of<T>(layer.gate_up, 2 * (next / groups));
+      multiply_panel(from, normed_.stride, count, layer.gate_up, 2 * panel + 1, later,
                      [&](int row, auto size, auto& sums) {
                        for (int t = 0; t < kPanelTiles; t++) {
                          const __m512 more = vector_of(layer.gate_up.bias, (2 * panel + 1) * kPanelColumns + t * kLanes);
@@ -302,13 +303,13 @@ class TypedDecoder final : public Decoder {
       for (int i = 0; i < batch.samples; i++) std::copy_n(rows[batch.sampled[i]], rows.stride, kept[i]);
       for (int i = 0; i < batch.samples; i++) std::copy_n(kept[i], rows.stride, rows[i]);
     };
-    member.each(2, [&](int task) { task == 0 ? move(stream_) : move(attended_); });
+    member.each(2, [&](int task, int) { task == 0 ? move(stream_) : move(attended_); });
     return batch.samples;
   }
 
   template <class Task>
   void for_rows(Member& member, int rows, Task&& task) {
-    member.each((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int group) {
+    member.each((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int group, int) {
       for (int row = group * kRowsPerTask; row < std::min(rows, (group + 1) * kRowsPerTask); row++) task(row);
     });
   }

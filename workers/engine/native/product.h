@@ -26,11 +26,23 @@ struct Matrix {
 
 inline int panels_of(int outputs) { return (outputs + kPanelColumns - 1) / kPanelColumns; }
 
-// `finish(sums)` gets ROWS x TILES vectors: `rows`, `stride` elements apart, times a panel `steps` dwords deep. Meanwhile
-// LINES cache lines from `ahead` on are fetched in each step.
-template <class T, int ROWS, int TILES, int LINES, class Finish>
+// Fetches LINES cache lines in each step of a product, from `from` on.
+template <int LINES>
+struct Stream {
+  const char* from;
+
+  void operator()(int step) const {
+#pragma GCC unroll 4
+    for (int line = 0; line < LINES; line++)
+      _mm_prefetch(from + (static_cast<size_t>(step) * LINES + line) * kLine, LINES == 1 ? _MM_HINT_T1 : _MM_HINT_T0);
+  }
+};
+
+// `finish(sums)` gets ROWS x TILES vectors: `rows`, `stride` elements apart, times a panel `steps` dwords deep. `fetch(step)`
+// has what is needed later on its way from memory.
+template <class T, int ROWS, int TILES, class Fetch, class Finish>
 inline __attribute__((always_inline)) void multiply(const T* rows, size_t stride, const T* panel, int steps,
-                                                    const char* ahead, Finish&& finish) {
+                                                    Fetch&& fetch, Finish&& finish) {
   __m512 sums[ROWS][TILES];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
@@ -41,9 +53,7 @@ inline __attribute__((always_inline)) void multiply(const T* rows, size_t stride
 #pragma GCC unroll 4
     for (int t = 0; t < TILES; t++)
       weights[t] = _mm512_loadu_si512(panel + (static_cast<size_t>(step) * TILES + t) * kLanes * kStep<T>);
-#pragma GCC unroll 4
-    for (int line = 0; line < LINES; line++)
-      _mm_prefetch(ahead + (static_cast<size_t>(step) * LINES + line) * kLine, LINES == 1 ? _MM_HINT_T1 : _MM_HINT_T0);
+    fetch(step);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       int dword;
@@ -80,27 +90,33 @@ inline void in_tiles(int rows, Tile&& tile) {
   }
 }
 
+template <class T>
+inline const T* panel_of(const Matrix& matrix, int panel) {
+  return static_cast<const T*>(matrix.panels) +
+         static_cast<size_t>(panel) * steps_of<T>(matrix.inputs) * kPanelColumns * kStep<T>;
+}
+
 // `count` rows times one panel of `matrix`. `finish(row, n, sums)` gets n rows of kPanelTiles vectors of sums each, from
 // row `row` on. The weights come from memory once: the first tile of rows waits for them and looks ahead in the stream, the
-// others fetch the panel that this thread computes next, `ahead` panels on.
+// others fetch the panel that this thread computes next, from `next` on.
 template <class T, class Finish>
-inline void multiply_panel(const T* rows, size_t stride, int count, const Matrix& matrix, int panel, int ahead,
+inline void multiply_panel(const T* rows, size_t stride, int count, const Matrix& matrix, int panel, const T* next,
                            Finish&& finish) {
   const int steps = steps_of<T>(matrix.inputs);
-  const size_t bytes = static_cast<size_t>(steps) * kPanelColumns * sizeof(int);
-  const char* here = static_cast<const char*>(matrix.panels) + panel * bytes;
-  const T* weights = reinterpret_cast<const T*>(here);
+  const T* weights = panel_of<T>(matrix, panel);
   in_tiles<kPanelRows>(count, [&](int number, int first, auto size) {
     constexpr int kRows = decltype(size)::value;
     const T* begin = rows + first * stride;
     const auto done = [&](auto& sums) { finish(first, size, sums); };
     if (number == 0)
-      multiply<T, kRows, kPanelTiles, kPanelTiles>(begin, stride, weights, steps, here + kStreamAhead, done);
+      multiply<T, kRows, kPanelTiles>(begin, stride, weights, steps,
+                                      Stream<kPanelTiles>{reinterpret_cast<const char*>(weights) + kStreamAhead}, done);
     else if (number <= kPanelTiles)
-      multiply<T, kRows, kPanelTiles, 1>(begin, stride, weights, steps,
-                                         here + ahead * bytes + (number - 1) * steps * kLine, done);
+      multiply<T, kRows, kPanelTiles>(
+          begin, stride, weights, steps,
+          Stream<1>{reinterpret_cast<const char*>(next) + static_cast<size_t>(number - 1) * steps * kLine}, done);
     else
-      multiply<T, kRows, kPanelTiles, 0>(begin, stride, weights, steps, nullptr, done);
+      multiply<T, kRows, kPanelTiles>(begin, stride, weights, steps, Stream<0>{}, done);
   });
 }
 
@@ -108,9 +124,10 @@ inline void multiply_panel(const T* rows, size_t stride, int count, const Matrix
 template <class T, class Finish>
 inline void product(Member& member, const T* rows, size_t stride, int count, const Matrix& matrix, Finish&& finish) {
   const int groups = (count + kTaskRows - 1) / kTaskRows;
-  member.each(panels_of(matrix.outputs) * groups, [&](int task) {
+  member.each(panels_of(matrix.outputs) * groups, [&](int task, int next) {
     const int panel = task / groups, first = task % groups * kTaskRows;
-    multiply_panel(rows + first * stride, stride, std::min(kTaskRows, count - first), matrix, panel, member.threads(),
+    multiply_panel(rows + first * stride, stride, std::min(kTaskRows, count - first), matrix, panel,
+                   panel_of<T>(matrix, next / groups),
                    [&](int row, auto size, auto& sums) { finish(first + row, size, panel * kPanelColumns, sums); });
   });
 }

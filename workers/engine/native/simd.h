@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
+#include <vector>
 
 namespace headrace {
 
@@ -12,6 +14,24 @@ constexpr int kLanes = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 using bf16 = uint16_t;
+
+// Memory whose vectors never straddle two cache lines: such loads cost twice.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* memory, size_t) { ::operator delete(memory, std::align_val_t(64)); }
+  template <class U>
+  bool operator==(const LineAllocator<U>&) const { return true; }
+  template <class U>
+  bool operator!=(const LineAllocator<U>&) const { return false; }
+};
+
+template <class T>
+using Buffer = std::vector<T, LineAllocator<T>>;
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -42,18 +62,24 @@ inline __m512 accumulate<bf16>(__m512 sum, __m512i x, __m512i w) {
   return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
 }
 
-inline void store(bf16* to, __m512 x, __mmask16 mask = 0xffff) {
+inline void store(bf16* to, __m512 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+inline void store(bf16* to, __m512 x, __mmask16 mask) {
   _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
 }
 #endif
 
-inline void store(float* to, __m512 x, __mmask16 mask = 0xffff) { _mm512_mask_storeu_ps(to, mask, x); }
+inline void store(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
 
-inline __m512 load(const bf16* from, __mmask16 mask = 0xffff) {
+inline void store(float* to, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, x); }
+
+inline __m512 load(const bf16* from, __mmask16 mask) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
 }
 
-inline __m512 load(const float* from, __mmask16 mask = 0xffff) { return _mm512_maskz_loadu_ps(mask, from); }
+inline __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
 
 // e^x to about one unit in the last place; exactly 0 below the range of normal floats, so a mask of -inf leaves nothing.
 inline __m512 exp(__m512 x) {
@@ -70,6 +96,13 @@ inline __m512 exp(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
   p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
   return _mm512_maskz_scalef_ps(in_range, p, n);
+}
+
+// For permutex2var: elements first, first + 1, ... of two vectors of sixteen-bit elements in turn.
+inline __m512i interleaved(int first) {
+  const __m512i lanes = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                         _mm512_set1_epi32(first));
+  return _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(32)), 16));
 }
 
 // Rows of dwords become columns: out[c] holds dword c of each of the 16 rows.

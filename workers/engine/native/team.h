@@ -14,7 +14,7 @@ constexpr int kSpinsBeforeYield = 2000;
 
 class Team {
  public:
-  Team(int threads, int phases_max) : threads_(threads), phases_(phases_max) {}
+  explicit Team(int phases_max) : phases_(phases_max) {}
 
   // Before a step: nothing is done. No member may be at work.
   void gather() {
@@ -32,7 +32,6 @@ class Team {
     std::atomic<int> done{0};
   };
 
-  const int threads_;
   std::vector<Phase> phases_;
 };
 
@@ -43,15 +42,17 @@ class Member {
   Member(Team& team, int number) : number(number), team_(team) {}
 
   const int number;
-  int threads() const { return team_.threads_; }
 
-  // Calls task(0) ... task(count - 1), each once in the whole team. All threads call this alike; when it returns, all tasks
-  // are done and what they wrote is seen.
+  // Calls task(i, next) for each i below `count`, once in the whole team; `next` is what the same thread will be given after
+  // it, or `count` or more. All threads call this alike; when it returns, all tasks are done and what they wrote is seen.
   template <class Task>
   void each(int count, Task&& task) {
     Team::Phase& phase = team_.phases_[phase_++];
     int mine = 0;
-    for (int i; (i = phase.taken.fetch_add(1, std::memory_order_relaxed)) < count; mine++) task(i);
+    for (int i = take(phase), next; i < count; i = next, mine++) {
+      next = take(phase);
+      task(i, next);
+    }
     if (mine) phase.done.fetch_add(mine, std::memory_order_acq_rel);
     for (int spins = 0; phase.done.load(std::memory_order_acquire) < count; spins++) {
       if (spins < kSpinsBeforeYield)
@@ -62,6 +63,8 @@ class Member {
   }
 
  private:
+  static int take(Team::Phase& phase) { return phase.taken.fetch_add(1, std::memory_order_relaxed); }
+
   Team& team_;
   int phase_ = 0;
 };
