@@ -160,10 +160,14 @@ def test_streams_survive_a_killed_worker(demo_stack: Stack, demo_model: Path, dt
     for round_number in range(KILLS):
         body, wanted = bodies[round_number % 2], wanted_of[round_number % 2]
         [worker] = demo_stack.workers(name)
-        at = 5 + 7 * round_number % 50
+        at = 5 + 7 * round_number % (len(wanted.scored) - 10)
+        killed: list[int] = []
 
-        def kill_in_the_middle(answer: Answer, pid: int = worker["pid"], at: int = at) -> None:
-            if len(answer.scored) == at:
+        def kill_in_the_middle(
+            answer: Answer, pid: int = worker["pid"], at: int = at, killed: list[int] = killed
+        ) -> None:
+            if len(answer.scored) >= at and not killed:
+                killed.append(pid)
                 demo_stack.kill(pid)
 
         answer = demo_stack.stream(CHAT, body, kill_in_the_middle)
