@@ -25,12 +25,18 @@ def test_a_full_queue_and_a_full_bucket_are_coded_answers(nats_server: Any, tmp_
         await site.start()
         site.first = await site.ingress()
         parked = [ask(7_000) for _ in range(8)]  # 35 kB each
+
+        async def stored() -> bool:
+            return (await site.bus.stream_info(subjects.REQ_STREAM)).messages == len(parked)
+
+        await site.until(stored)
         refused = await ask(14_000)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert "maximum bytes" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) >= 1
         await site.one_worker()
         assert {answer.status_code for answer in await asyncio.gather(*parked)} == {200}
+        await site.idle()
         assert (await ask(7_000)).status_code == 200  # there is room again
 
         answers = [await ask(1, **{"idempotency-key": f"k{number}"}) for number in range(20)]
