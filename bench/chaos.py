@@ -1,5 +1,6 @@
 """Break a running service on purpose and account for every request.
 
+    python bench/chaos.py --all
     python bench/chaos.py --scenario workers --kills 120 --seed 1
     python bench/chaos.py --scenario load --minutes 10
     python bench/chaos.py --scenario cancels --cancels 10000
@@ -13,23 +14,31 @@ held anywhere. The exit status is 1 if anything is otherwise. docs/reliability.m
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from faults import everything
 from faults.scenarios import SCENARIOS, play
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenario", nargs="+", choices=sorted(SCENARIOS), required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--scenario", nargs="+", choices=sorted(SCENARIOS))
+    which.add_argument("--all", action="store_true", help="everything at full size, in less than 45 minutes")
+    parser.add_argument("--share", type=float, default=1.0, help="of the size of --all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=20, help="faults to inject, in each scenario that has some")
     parser.add_argument("--minutes", type=float, default=0.0, help="of load at least")
     parser.add_argument("--cancels", type=int, default=1000, help="clients that leave, in the scenario cancels")
     options = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # in good order: what was stopped is woken, so that it ends
+    if options.all:
+        sys.exit(not everything.run(options.seed, options.share))
     failed = False
     for name in options.scenario:
         cancels = options.cancels if name == "cancels" else 0

@@ -34,7 +34,7 @@ class Context:
         self.open: set[Exchange] = set()
         self.draining = False
         self.accepting = True  # requests, in the drain too as long as its budget lasts
-        self.metrics = Metrics(lambda: dispatcher.queued(self.tenant), lambda: len(self.open))
+        self.metrics = Metrics(lambda: dispatcher.queued(self.tenant), lambda: len(self.open), dispatcher.totals)
 
     def check_accepting(self) -> None:
         """Raises Draining once the process is about to end."""

@@ -1,8 +1,10 @@
 """What the ingress counts. Labels are bounded: only models and versions that exist, route templates and stable codes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from shared.wire import Usage
 
@@ -67,11 +69,32 @@ class VersionMetrics:
         self.claims = metrics.claims.labels(model, version)
 
 
+class _Totals(Collector):
+    """What became of the requests that this process stored in the queue: published = completed + failed + cancelled + open."""
+
+    def __init__(self, totals: Mapping[str, int]) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterator[Metric]:
+        totals = self._totals
+        yield CounterMetricFamily("headrace_published", "Requests stored in the queue", totals["published"])
+        ended = CounterMetricFamily("headrace_ended", "Of these, those that have ended, by outcome", labels=["outcome"])
+        for outcome in ("completed", "failed", "cancelled"):
+            ended.add_metric([outcome], totals[outcome])
+        yield ended
+        yield CounterMetricFamily(
+            "headrace_withdrawn", "Of the cancelled ones, those that no worker had taken", totals["withdrawn"]
+        )
+
+
 class Metrics:
     """The registry of one ingress process."""
 
-    def __init__(self, queued: Callable[[], float], streams_open: Callable[[], float]) -> None:
+    def __init__(
+        self, queued: Callable[[], float], streams_open: Callable[[], float], totals: Mapping[str, int]
+    ) -> None:
         self._registry = registry = CollectorRegistry()
+        registry.register(_Totals(totals))
         ProcessCollector(registry=registry)
         labels = ("model", "version")
         self._requests = Counter(

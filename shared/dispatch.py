@@ -19,6 +19,7 @@ from shared import subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
 from shared.errors import (
     BadRequest,
+    Cancelled,
     HeadraceError,
     Internal,
     QueueFull,
@@ -79,6 +80,8 @@ class Dispatcher:
         self._homes = [_Home(subjects.frame_address(owner, wire.new_id()))]
         self.address = self._homes[0].address
         self._control = f"{bus.inbox}_ctl"
+        # of requests that were published here; withdrawn: of the cancelled ones, those deleted before any worker spoke
+        self.totals = {"published": 0, "completed": 0, "failed": 0, "cancelled": 0, "withdrawn": 0}
         self._queued: dict[str, int] = {}
         self._outgoing: dict[str, list[wire.Attach | wire.Release]] = {}
         self._outgoing_wake = asyncio.Event()
@@ -148,11 +151,15 @@ class Dispatcher:
             self.act(stream, requester.publish_failed(error, time.monotonic()))
             if stream.ended:
                 raise
+            self._count_published(stream)
             return stream  # the ack was lost, and a worker has it all the same
         except asyncio.CancelledError:
             stream.cancel()
             raise
-        self.act(stream, requester.published(ack.seq, time.monotonic(), shared=keyed and ack.duplicate))
+        shared = keyed and ack.duplicate
+        if not shared:
+            self._count_published(stream)
+        self.act(stream, requester.published(ack.seq, time.monotonic(), shared=shared))
         if time.monotonic() - self._heard.get((request.model, request.version), -math.inf) > WAKE_QUIET_S:
             await self._bus.publish(subjects.wake(request.model, request.version))
         return stream
@@ -274,6 +281,7 @@ class Dispatcher:
         stream.requester.ended = True
         self._forget(stream)
         stream.end(Internal(f"a defect of ours; the logs say more about request {stream.rid}"))
+        self._count_end(stream)
 
     def _on_control(self, message: Message) -> None:
         if message.status == NO_RESPONDERS:
@@ -326,6 +334,7 @@ class Dispatcher:
                     self._release(action)
                 case End():
                     stream.end(action.error)
+                    self._count_end(stream)
                     self._forget(stream)
                 case Nak():
                     self._do(self._publish(action.ack_subject, b"-NAK"))
@@ -334,9 +343,23 @@ class Dispatcher:
                 case Republish():
                     self._do(self._republish(stream, action.k))
                 case DeleteMessage():
+                    self.totals["withdrawn"] += 1
                     self._do(self._bus.delete_message(subjects.REQ_STREAM, action.seq))
                 case DeadLetter():
                     self._do(self._dead_letter(stream, action.reason))
+
+    def _count_published(self, stream: Stream) -> None:
+        stream.counted = True
+        self.totals["published"] += 1
+        if stream.ended:  # a worker was faster than the ack
+            self._count_end(stream)
+
+    def _count_end(self, stream: Stream) -> None:
+        if stream.counted:
+            error = stream.error
+            self.totals[
+                "completed" if error is None else "cancelled" if error.code == Cancelled.code else "failed"
+            ] += 1
 
     def _release(self, action: Action) -> None:
         if isinstance(action, SendRelease):

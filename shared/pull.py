@@ -72,6 +72,11 @@ class Puller:
         """Credit that the server holds."""
         return sum(pull.left for pull in self._pulls.values())
 
+    @property
+    def open(self) -> int:
+        """Pulls that the server may still serve."""
+        return len(self._pulls)
+
     def pump(self) -> None:
         """Credit may have grown: pull once what came back is worth a message of its own."""
         if not self._wake.is_set():

@@ -67,6 +67,7 @@ class Stream:
         self.usage: wire.Usage | None = None
         self.requester = requester
         self.accepted = False
+        self.counted = False  # in the dispatcher's totals: it published the message, and that was stored
         self.ended = False
         self.revoked = False  # cancelled for everybody
         self.answered = False  # `guard` said that it must not run again
@@ -82,6 +83,11 @@ class Stream:
     def claims(self) -> int:
         """How many claims of workers have served it."""
         return self.requester.claims
+
+    @property
+    def error(self) -> HeadraceError | None:
+        """What ended it; None also while it goes on."""
+        return self._error
 
     @property
     def sequence(self) -> int:

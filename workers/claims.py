@@ -33,6 +33,7 @@ from workers.history import History, Match, positions_of
 from workers.trials import Trials
 
 _TRUSTED = subjects.frame_address(subjects.INGRESS_OWNER, "")
+HANDED_BACK_MAX = 1000  # rids that are remembered
 
 
 class ClaimLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +59,7 @@ class Delivery(msgspec.Struct, kw_only=True):
     resume: bool = False  # Hr-Resume
     queued_ms: int = 0
     generation_s: float = 600.0  # Hr-Generation-Ms
+    queue_deadline: float | None = None  # Hr-Queue-Deadline, as a monotonic time
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------
@@ -70,6 +72,7 @@ class Start(msgspec.Struct, frozen=True):
     request: Request
     tenant: str
     prefix: list[list[int]]
+    queue_deadline: float | None = None
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -171,11 +174,13 @@ class ClaimTable:
         self.orphans = 0  # claims ended because nobody was left
         self.restarts = 0  # runs started again from a requester's ids
         self.redeliveries = 0  # claims of a message that was delivered before
+        self.outcomes = {"completed": 0, "failed": 0, "cancelled": 0, "moved": 0}  # of claims that are over
         self._claims: dict[str, _Claim] = {}
         self._runs: dict[str, _Claim] = {}
         self._kept: dict[str, tuple[_Claim, float]] = {}  # ACKED, oldest first, with the time to forget it
         self._kept_tokens = 0
         self._trials = Trials()
+        self._handed_back: dict[str, None] = {}  # rids, the latest last
 
     # -- queries -------------------------------------------------------------------------------------------------------
 
@@ -247,6 +252,7 @@ class ClaimTable:
         elif subscriber is not None and subscriber.sid == release.sid:
             del claim.subscribers[release.reply]
             if not claim.subscribers:
+                self.outcomes["moved"] += 1
                 self._forget(claim, actions)  # no ack and no NAK: the other claim may hold the same message
         return actions
 
@@ -363,6 +369,17 @@ class ClaimTable:
             self._forget_kept(rid)
         return actions
 
+    def hand_back(self, run: str) -> list[Action]:
+        """The engine cannot begin this run in time: tell subscribers, hand its messages back. Once for each request."""
+        actions: list[Action] = []
+        claim = self._runs.get(run)
+        if claim is not None and claim.rid not in self._handed_back:
+            self._handed_back[claim.rid] = None
+            if len(self._handed_back) > HANDED_BACK_MAX:
+                del self._handed_back[next(iter(self._handed_back))]
+            self._take_leave(claim, actions)
+        return actions
+
     def drain(self) -> None:
         """No new claims from now on; what is claimed goes on."""
         self.draining = True
@@ -371,10 +388,7 @@ class ClaimTable:
         """Leave in good order: tell subscribers, hand all messages back."""
         actions: list[Action] = []
         for claim in list(self._claims.values()):
-            for reply, subscriber in claim.subscribers.items():
-                actions.append(Send(reply, No(claim.rid, subscriber.sid)))
-            actions += [Nak(handle) for handle in claim.handles.values()]
-            self._forget(claim, actions)
+            self._take_leave(claim, actions)
         return actions
 
     def abandon(self) -> list[Action]:
@@ -500,7 +514,8 @@ class ClaimTable:
         claim.run = f"{claim.id}.{claim.runs}"
         claim.history = History(prefix, claim.delivery.request.sampling.logprobs is not None)
         self._runs[claim.run] = claim
-        actions.append(Start(claim.run, claim.delivery.request, claim.delivery.tenant, prefix))
+        delivery = claim.delivery
+        actions.append(Start(claim.run, delivery.request, delivery.tenant, prefix, delivery.queue_deadline))
 
     def _stop_run(self, claim: _Claim, actions: list[Action]) -> None:
         self._trials.forget(claim.rid)
@@ -545,7 +560,16 @@ class ClaimTable:
         del self._claims[claim.rid]
         self.holding -= not claim.ended
 
+    def _take_leave(self, claim: _Claim, actions: list[Action]) -> None:
+        for reply, subscriber in claim.subscribers.items():
+            actions.append(Send(reply, No(claim.rid, subscriber.sid)))
+        actions += [Nak(handle) for handle in claim.handles.values()]
+        self.outcomes["moved"] += 1
+        self._forget(claim, actions)
+
     def _ack(self, claim: _Claim, now: float, actions: list[Action], keep: bool) -> None:
+        cancelled = not claim.ended if claim.error is None else claim.error.code == Cancelled.code
+        self.outcomes["cancelled" if cancelled else "completed" if claim.error is None else "failed"] += 1
         self._forget(claim, actions)
         actions += [Ack(handle) for handle in claim.handles.values()]
         claim.handles = {}

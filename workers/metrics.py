@@ -2,7 +2,7 @@
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
@@ -30,6 +30,11 @@ class _EngineCollector(Collector):
             ("vllm:num_requests_running", "Sequences in the batch", stats.running),
             ("vllm:num_requests_waiting", "Requests claimed and not in the batch", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", stats.blocks_used / info.blocks_total),
+            ("headrace_kv_blocks_cached", "Free KV blocks whose contents can still be matched", stats.blocks_cached),
+            ("headrace_step_milliseconds", "Time of an engine step, a moving mean", stats.step_ms),
+            ("headrace_engine_blocked", "1 while a request waits for room in the batch", int(stats.blocked)),
+            ("headrace_requests_late", "Requests that will hardly begin in time", len(stats.late)),
+            ("headrace_fairness_jain_index", "Fairness among tenants that wait: 1 is fair", stats.jain),
         ):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._values, value)
@@ -39,10 +44,17 @@ class _EngineCollector(Collector):
             ("vllm:generation_tokens", "Tokens generated", stats.generated_tokens),
             ("vllm:num_preemptions", "Sequences preempted and recomputed", stats.preemptions),
             ("headrace_engine_steps", "Engine steps", stats.steps),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.cache_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.cache_hits),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._values, total)
             yield counter
+        text = "Service of a tenant: prompt tokens computed and twice the tokens generated; the first tenants by name"
+        service = CounterMetricFamily("headrace_tenant_service", text, labels=[*LABELS, "tenant"])
+        for tenant, units in stats.service.items():
+            service.add_metric([*self._values, tenant], units)
+        yield service
 
 
 class TokenHistogram(Collector):
@@ -89,6 +101,13 @@ class WorkerMetrics:
         )
         self._redelivered = self._counter("headrace_redeliveries", "Messages that had been delivered before")
         self._orphans = self._counter("headrace_orphans", "Requests that ended because nobody listened any more")
+        self._ended = Counter(
+            "headrace_claims_ended",
+            "Claims by how they ended; moved: another worker has the request",
+            [*LABELS, "outcome"],
+            registry=self.registry,
+        )
+        self._counted_ended: dict[str, int] = {}
         self.claims = self._gauge("headrace_claims", "Messages held that are not acked")
         self._stall = self._gauge("headrace_event_loop_stall_seconds", "Worst stall of the event loop so far")
         self._cold = Gauge(
@@ -101,8 +120,11 @@ class WorkerMetrics:
             self._worst_stall = seconds
             self._stall.set(seconds)
 
-    def count_table(self, redeliveries: int, orphans: int) -> None:
+    def count_table(self, redeliveries: int, orphans: int, outcomes: Mapping[str, int]) -> None:
         """Totals of the claim table."""
+        for outcome, count in outcomes.items():
+            self._ended.labels(*self._values, outcome).inc(count - self._counted_ended.get(outcome, 0))
+        self._counted_ended = dict(outcomes)
         self._redelivered.inc(redeliveries - self._counted[0])
         self._orphans.inc(orphans - self._counted[1])
         self._counted = redeliveries, orphans

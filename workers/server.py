@@ -11,7 +11,7 @@ from typing import Any
 
 from shared import subjects, wire
 from shared.bus import Bus, Message
-from shared.errors import EngineFailed, HeadraceError
+from shared.errors import EngineFailed, HeadraceError, Unavailable
 from shared.pull import Puller
 from shared.records import Lease, Version
 from shared.settings import Settings
@@ -19,6 +19,7 @@ from shared.streams import delivery_of
 from shared.wire import Malformed
 from workers.claims import Abort, Ack, Action, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
 from workers.engine.request import Engine, EngineRequest, TokenEvent
+from workers.handback import HandBack
 from workers.metrics import WorkerMetrics
 from workers.observer import RunObserver
 from workers.replier import Replier
@@ -68,6 +69,11 @@ class WorkerServer:
             subjects.LANE_FAST, subjects.requests_of_lane(version.model, version.version, subjects.LANE_FAST)
         )
         self._puller = Puller(bus, subjects.REQ_STREAM, consumer, self._free, self._on_message)
+        self._handback = HandBack(
+            lambda: bus.consumer_info(subjects.REQ_STREAM, consumer),
+            lambda: self._puller.open,
+            lambda run: self._act(self._table.hand_back(run)),
+        )
         self._prepare_thread = ThreadPoolExecutor(1, "prepare")
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._outgoing: list[tuple[str, bytes]] = []  # acks and the like, in order
@@ -151,7 +157,9 @@ class WorkerServer:
     # -- what arrives --------------------------------------------------------------------------------------------------
 
     def _free(self) -> int:
-        return 0 if self._table.draining else self._engine.info.slots - self._table.holding
+        # Behind a request that waits for room others would only wait too: another worker may have room for them.
+        full = self._table.draining or self._engine.stats().blocked
+        return 0 if full else self._engine.info.slots - self._table.holding
 
     def _on_message(self, message: Message) -> None:
         if "Nats-Marker-Reason" in message.headers:  # a marker that a message expired is not a request
@@ -248,12 +256,19 @@ class WorkerServer:
                     prompt_ids=prompt_ids,
                     sampling=request.sampling,
                     prefix=start.prefix,
+                    admit_by=self._admit_by(start),
                 )
             )
             return
         self._preparing.pop(start.run, None)
         self._metrics.failed(refused.code)
         self._act(self._table.failed(start.run, refused, time.monotonic()))
+
+    def _admit_by(self, start: Start) -> float | None:
+        """When the run should have begun: by its queue deadline, and in time for its first token."""
+        ttft_ms = self._version.engine.ttft_ms_target
+        times = [start.queue_deadline, None if ttft_ms is None else time.monotonic() + ttft_ms / 1e3]
+        return min((each for each in times if each is not None), default=None)
 
     def _out(self, subject: str, data: bytes) -> None:
         self._outgoing.append((subject, data))
@@ -283,9 +298,18 @@ class WorkerServer:
             self._metrics.observe_stall(now - expected)
             self._act(self._table.tick(now))
             self._metrics.claims.set(len(self._table))
-            self._metrics.count_table(self._table.redeliveries, self._table.orphans)
+            self._metrics.count_table(self._table.redeliveries, self._table.orphans, self._table.outcomes)
+            late = self._engine.stats().late
+            if not self._table.draining and self._handback.is_due(late, now):
+                self._do(self._look_for_others(late))
             expected = now + TICK_S
             await asyncio.sleep(TICK_S)
+
+    async def _look_for_others(self, late: tuple[str, ...]) -> None:
+        try:
+            await self._handback.look(late)
+        except Unavailable as error:
+            log.warning("nobody can be asked to take %d late requests: %s", len(late), error.message)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -329,6 +353,9 @@ def read_delivery(message: Message, version: Version) -> Delivery:
     generation_ms = headers.get(wire.HEADER_GENERATION_MS, GENERATION_MS_DEFAULT)
     if not re.fullmatch("[0-9]{1,12}", generation_ms):
         raise Malformed(f"{wire.HEADER_GENERATION_MS} is no number of milliseconds")
+    queue_deadline_ms = headers.get(wire.HEADER_QUEUE_DEADLINE, "")
+    if not re.fullmatch("[0-9]{0,15}", queue_deadline_ms):
+        raise Malformed(f"{wire.HEADER_QUEUE_DEADLINE} is no time in milliseconds")
     request = wire.decode_request(message.data, headers)
     if (request.model, request.version) != (version.model, version.version):
         raise Malformed("its body is of another version than its subject")
@@ -346,4 +373,5 @@ def read_delivery(message: Message, version: Version) -> Delivery:
         resume=headers.get(wire.HEADER_RESUME) == "1",
         queued_ms=max(0, int(time.time() * 1000) - where.stored_ms),
         generation_s=int(generation_ms) / 1000,
+        queue_deadline=time.monotonic() + int(queue_deadline_ms) / 1e3 - time.time() if queue_deadline_ms else None,
     )

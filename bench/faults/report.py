@@ -25,6 +25,7 @@ class Report(msgspec.Struct, kw_only=True):
     outcomes: dict[str, int] = {}
     pauses: dict[str, list[float]] = {}  # seconds, by kind of fault
     waits: dict[str, list[float]] = {}  # the same for first tokens
+    read_all: bool = False  # every answer was streamed, so that `tokens` are all that clients got
     moved: int = 0  # requests that more than one claim served
     problems: list[str] = []
     notes: list[str] = []
@@ -92,3 +93,36 @@ def account(
         report.problems.append(f"still held at the end: {held}")
     if dead_letters:
         report.problems.append(f"{dead_letters} requests are in the DLQ")
+
+
+def check_books(report: Report, ingresses: list[dict[str, float]], workers: list[dict[str, float]]) -> str:
+    """Compare the counters of ingresses and workers that have all lived; what they say."""
+
+    def total(pages: list[dict[str, float]], name: str, outcome: str = "") -> int:
+        wanted = f'outcome="{outcome}"' if outcome else ""
+        return int(
+            sum(
+                value
+                for page in pages
+                for sample, value in page.items()
+                if sample.partition("{")[0] == name and wanted in sample
+            )
+        )
+
+    published, withdrawn = total(ingresses, "headrace_published_total"), total(ingresses, "headrace_withdrawn_total")
+    ended = {each: total(ingresses, "headrace_ended_total", each) for each in ("completed", "failed", "cancelled")}
+    claims = {each: total(workers, "headrace_claims_ended_total", each) for each in (*ended, "moved")}
+    served = sum(claims.values()) - claims["moved"]
+    if published != sum(ended.values()) or not published:
+        report.problems.append(f"published {published}, but ended {ended}")
+    # a message that is withdrawn while it is on its way to a worker is counted by both
+    if not published - withdrawn <= served <= published or claims["failed"] != ended["failed"] or claims["moved"]:
+        report.problems.append(f"ingresses: {published} published, {withdrawn} withdrawn; workers: {claims}")
+    # a client can leave while the last frame is on its way to its ingress
+    if claims["completed"] < ended["completed"]:
+        report.problems.append(f"ingresses completed {ended['completed']}, workers {claims['completed']}")
+    left = report.outcomes.get("cancelled", 0)
+    if left and report.read_all:
+        spare = total(workers, "vllm:generation_tokens_total") - report.tokens
+        report.notes.append(f"{spare / left:.1f} tokens a cancel were generated and not read")
+    return f"books: {published} published = {ended}, {withdrawn} withdrawn; workers: {claims}"

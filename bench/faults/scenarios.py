@@ -13,7 +13,7 @@ from faults import corpus, schedule
 from faults.fleet import Fleet
 from faults.load import Load
 from faults.processes import processor_seconds, resident_bytes
-from faults.report import Report, account
+from faults.report import Report, account, check_books
 from faults.schedule import Fault, Injector
 from shared import subjects
 
@@ -33,12 +33,14 @@ class Scenario(msgspec.Struct, kw_only=True):
     ingresses: int = 2
     nodes: int = 1
     cancel_share: float = 0.0
+    plain_share: float = 0.2
     come_back: bool = False  # clients whose connection breaks go on with their request
     allowed: set[str] = set()
     shared_port: bool = False
     unrefused: bool = False  # no connection may be refused either
     workers: int = 4
     stopped_s: float = schedule.STOPPED_S
+    books: bool = False  # no process dies, so that the counters of ingresses and workers must agree
     settle_s: float = 40.0
     settings: dict[str, Any] = {}
 
@@ -51,12 +53,12 @@ SCENARIOS = {
         Scenario(name="workers", kinds=["kill_worker"]),
         Scenario(name="drains", kinds=["term_worker"]),
         Scenario(name="ingress", kinds=["kill_ingress"], come_back=True),
-        Scenario(name="nats", kinds=["kill_broker"], every_s=3.0, allowed=BROKER_CODES),
-        Scenario(name="controller", kinds=["kill_controller", "kill_worker"], every_s=1.0),
+        Scenario(name="nats", kinds=["kill_broker"], every_s=2.5, allowed=BROKER_CODES),
+        Scenario(name="controller", kinds=["kill_controller", "kill_worker"], every_s=0.75),
         Scenario(name="cluster", kinds=["kill_leader"], every_s=6.0, nodes=3, allowed=BROKER_CODES),
         Scenario(name="stop", kinds=["stop_worker"], every_s=6.0),
-        Scenario(name="cancels", kinds=[], cancel_share=0.9, clients=64),
-        Scenario(name="load", kinds=[], cancel_share=0.1),
+        Scenario(name="cancels", kinds=[], cancel_share=0.9, plain_share=0.0, clients=64, books=True),
+        Scenario(name="load", kinds=[], cancel_share=0.1, books=True),
         Scenario(
             name="rolling",
             kinds=[
@@ -125,10 +127,18 @@ async def _play(
     cancels: int,
     questions: list[corpus.Question],
 ) -> Report:
-    load = Load(seed, questions, fleet.urls, scenario.clients, scenario.cancel_share, come_back=scenario.come_back)
+    load = Load(
+        seed,
+        questions,
+        fleet.urls,
+        scenario.clients,
+        scenario.cancel_share,
+        scenario.plain_share,
+        come_back=scenario.come_back,
+    )
     injector = Injector(fleet, scenario.stopped_s)
     memory = Memory(fleet)
-    report = Report(scenario=scenario.name, seed=seed)
+    report = Report(scenario=scenario.name, seed=seed, read_all=not scenario.plain_share)
     begin = time.monotonic()
     load.start()
     watching = asyncio.create_task(memory.watch())
@@ -147,6 +157,8 @@ async def _play(
     held = await fleet.settled(scenario.settle_s)
     dead = (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages
     account(report, load.records, injector.done, held, scenario.allowed, dead)
+    if scenario.books:
+        report.notes.append(check_books(report, await fleet.ingress_counters(), await fleet.worker_counters()))
     report.notes += memory.notes(report)
     if resumed := sum(record.resumes > 0 for record in load.records):
         report.notes.append(f"{resumed} clients came back")

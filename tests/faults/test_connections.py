@@ -69,12 +69,12 @@ def test_a_restart_of_the_server_under_a_thousand_streams_is_no_storm(
 
     async def work(fleet: Fleet) -> None:
         await workers_of(fleet, 2)
-        streams = [await fleet.submit(f"p {number}", max_tokens=12) for number in range(1000)]
+        streams = [await fleet.submit(f"p {number}", max_tokens=8) for number in range(1000)]
         await until(lambda: all(stream.requester.claims for stream in streams), 30)
         await asyncio.to_thread(nats_server.kill)
         await until(lambda: not fleet.bus.connected)
         await asyncio.to_thread(nats_server.start)
-        assert all(len(each) == 12 for each in await answers(streams))
+        assert all(len(each) == 8 for each in await answers(streams))
         assert not naks
         # a killed server forgets its last deliveries, so that some messages come out a second time
         assert sum(stream.claims > 1 for stream in streams) < 300

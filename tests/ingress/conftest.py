@@ -94,6 +94,7 @@ class FakeDispatcher:
         self.queued_now = 0
         self.hold: asyncio.Event | None = None  # submit waits for it
         self.versions: list[records.Version] = []
+        self.totals = dict.fromkeys(("published", "completed", "failed", "cancelled", "withdrawn"), 0)
 
     def queued(self, tenant: str) -> int:
         return self.queued_now

@@ -26,7 +26,7 @@ from workers.history import History, Match, positions_of
 
 FAULTS = (
     *("kill", "stop", "hang", "loss", "broker", "rdeath", "move", "second", "twice", "drain", "false503"),
-    *("cancel", "revoke", "deadline", "wfail", "ackwait", "nak", "pubfail", "reconnect"),
+    *("cancel", "revoke", "deadline", "wfail", "ackwait", "nak", "pubfail", "reconnect", "handback"),
 )
 ENDINGS = ("cancel", "revoke", "deadline")  # end a schedule early, so they are on in fewer
 RULES = {

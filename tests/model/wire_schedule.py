@@ -63,8 +63,7 @@ class Schedule(World):
             found.append(("stop", worker))
         if worker.runs:
             found += [("generate", worker)] * 2
-            if "wfail" in faults:
-                found.append(("wfail", worker))
+            found += [(name, worker) for name in ("wfail", "handback") if name in faults]
         if len(worker.table):
             found.append(("resend", worker))
             claim = worker.table._claims[RID]
@@ -161,6 +160,9 @@ class Schedule(World):
         del worker.runs[run]
         event = TokenEvent(key=run, choice=0, error=("engine_failed", "it raised"))
         self.perform(worker, worker.table.tokens([event], self.time_of(worker)))
+
+    def do_handback(self, worker: Worker, pick: int) -> None:
+        self.perform(worker, worker.table.hand_back(next(iter(worker.runs))))
 
     def do_resend(self, worker: Worker, pick: int) -> None:
         self.tick_worker(worker, 1.0)

@@ -702,3 +702,25 @@ def test_a_suspect_that_left_the_line_gets_no_turn() -> None:
     claims.release(Release("b", "s", HOME, True), 0.1)
     actions = claims.tokens([TokenEvent(key=run, choice=0, ids=[1], text=["<1>"])], 0.2)
     assert only(Start, actions).request.rid == "c"
+
+
+# -- totals ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_claim_that_is_over_is_counted_once() -> None:
+    over = []
+    for end in ("completed", "failed", "cancelled", "revoked", "moved", "stopped"):
+        claims = serving([1])
+        if end == "completed":
+            finish(claims, [2])
+        elif end == "failed":
+            claims.failed(run_of(claims), WireError("engine_failed", "no"), 0.1)
+        elif end == "revoked":
+            claims.cancel(About("rid", "t"), 0.1)
+        if end == "stopped":
+            claims.stop()
+        else:
+            claims.release(Release("rid", "s1", HOME, end != "moved"), 0.2)
+        assert (len(claims), sum(claims.outcomes.values())) == (0, 1)
+        over += [name for name, count in claims.outcomes.items() if count]
+    assert over == ["completed", "failed", "cancelled", "cancelled", "moved", "moved"]

@@ -121,6 +121,13 @@ def test_cancel_in_the_queue_removes_the_message(run_fleet: RunFleet) -> None:
         stream = await fleet.submit()
         stream.cancel()
         await fleet.idle()
+        assert fleet.dispatcher.totals == {
+            "published": 1,
+            "completed": 0,
+            "failed": 0,
+            "cancelled": 1,
+            "withdrawn": 1,
+        }
 
     run_fleet(work)
 

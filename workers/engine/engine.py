@@ -290,13 +290,13 @@ class BatchEngine:
         for part in plan.slices:
             choice = part.sequence
             assert isinstance(choice, Choice)
-            if scored := part.scored:
+            if choice.score_from is not None and (scored := part.scored):
                 scores = next(prompt_logprobs)
                 if self._runs.get(choice.run.key) is choice.run:
                     events.append(choice.run.scored(choice, scored.stop, scores))
             if part.samples:
-                ids = list(islice(tokens, next(counts))) if counts is not None else [next(tokens)]
-                self._emit(choice, ids, list(islice(logprobs, len(ids))) if logprobs else None, events)
+                ids = [next(tokens)] if counts is None else list(islice(tokens, next(counts)))
+                self._emit(choice, ids, None if logprobs is None else list(islice(logprobs, len(ids))), events)
         self._observer.step(self._scheduler, plan, begin, time.monotonic())
 
     def _without_failed(self, plan: StepPlan, drawn: Drawn, events: list[TokenEvent]) -> tuple[StepPlan, Drawn]:
@@ -330,21 +330,21 @@ class BatchEngine:
             del choice.tokens[-len(ids) :]
             self._hand_out(choice, [], [], None, events)
             return
-        text = []
         try:
-            for token in ids:
-                text.append(output.push(token))
-                if output.finish is not None:
-                    break
+            text = [output.push(ids[0])]
+            while len(text) < len(ids):
+                if output.finish is not None:  # the rest of a draft lies behind the end
+                    del choice.tokens[len(text) - len(ids) :]
+                    ids = ids[: len(text)]
+                else:
+                    text.append(output.push(ids[len(text)]))
         except Exception as error:
             log.exception("run %s: no text for the tokens %s", run.key, ids)
             self._fail(run, error, events)
             return
-        if len(text) < len(ids):  # what a draft had behind the end
-            del choice.tokens[len(text) - len(ids) :]
-            ids = ids[: len(text)]
-        asked = logprobs is not None and logprobs[0] is not None
-        known = [each for each in logprobs[: len(ids)] if each is not None] if asked and logprobs else None
+        known = None
+        if logprobs is not None:
+            known = [each for each in logprobs[: len(ids)] if each is not None] or None
         self._hand_out(choice, ids, text, known, events)
 
     def _hand_out(

@@ -13,9 +13,11 @@ from workers.engine.sequence import Load
 
 PREFILL_MIN = 16  # tokens: a prefill goes on, whatever the bound
 WEIGHT_MIN = 0.05  # of a new observation; the first ones weigh more
+WEIGHT_SLOWER = 0.25  # at least, of one that took longer than expected: what slows one step slows the next ones too
 OUTLIER = 2.0  # an observation counts as at most so many times what was expected
 NOISE_START = 0.1
 NOISE_MARGIN = 2.0  # a normal distribution has its 99th percentile at 2.9 times the mean deviation from its mean
+MARGIN_MIN = 0.12  # however calm it was: one slow step in a hundred is a 99th percentile
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +56,16 @@ class _Factor:
         self.noise = NOISE_START
         self._count = 0
 
+    @property
+    def margin(self) -> float:
+        """What a step may take longer than expected, as a share of it."""
+        return max(MARGIN_MIN, NOISE_MARGIN * self.noise)
+
     def observe(self, ratio: float) -> None:
         error = ratio / self.value
         error = min(max(error, 1 / OUTLIER), OUTLIER)
         self._count += 1
-        weight = max(WEIGHT_MIN, 1 / (1 + self._count))
+        weight = max(WEIGHT_SLOWER if error > 1 + MARGIN_MIN else WEIGHT_MIN, 1 / (1 + self._count))
         self.value *= 1 + weight * (error - 1)
         self.noise += weight * (abs(error - 1) - self.noise)
 
@@ -88,7 +95,7 @@ class Pacer:
         """
         if self.target is None or self.cost is None or decodes == 0:
             return 1 << 30
-        aim = self.target if late else self.target / (1 + NOISE_MARGIN * self._mixed.noise)
+        aim = self.target if late else self.target / (1 + self._mixed.margin)
         left = aim / self._mixed.value - self.cost.ms(Load(decodes, decodes, context))
         return max(PREFILL_MIN, self.cost.prefill_within(left, start))
 
@@ -97,7 +104,7 @@ class Pacer:
         if self.target is None or self.cost is None or sequences <= 1:
             return True
         expected = self._decoding.value * self.cost.ms(Load(sequences, sequences, context))
-        return expected * (1 + NOISE_MARGIN * self._decoding.noise) <= self.target
+        return expected * (1 + self._decoding.margin) <= self.target
 
     def observe(self, load: Load, ms: float) -> None:
         """A step with this load took `ms`."""

@@ -29,7 +29,7 @@ class PrefixCache:
         That is when one in the batch is computing most of what this one lacks. So the choices of a request share its
         prompt, and so do requests that begin alike and come together.
         """
-        if not self._on or sequence.fresh or sequence.failures:
+        if not self._on or sequence.fresh:
             return []
         hashes = self._hash(sequence, (len(sequence.tokens) - 1) // BLOCK_TOKENS)  # one token is left: it samples
         found = self._pool.find(hashes)

@@ -132,24 +132,25 @@ class Scheduler:
         drawn = iter(tokens)
         several = iter(counts) if counts is not None else None
         for part in plan.slices:
-            sequence = part.sequence
-            end = part.start + part.count - len(part.draft)
+            sequence, start = part.sequence, part.start
+            end = start + part.count
+            if part.draft:
+                end -= len(part.draft)
             if part.samples:
-                count = 1 if several is None else next(several)
-                if count == 1:
-                    sequence.tokens.append(next(drawn))
-                else:
-                    assert 1 <= count <= len(part.draft) + 1, f"{count} tokens for a draft of {len(part.draft)}"
-                    end += count - 1
-                    sequence.tokens += [next(drawn) for _ in range(count)]
-                sequence.account.output += count
+                sequence.tokens.append(next(drawn))
+                sequence.account.output += 1
+                if several is not None and (more := next(several) - 1):
+                    assert 0 < more <= len(part.draft), f"{more + 1} tokens for a draft of {len(part.draft)}"
+                    sequence.tokens += [next(drawn) for _ in range(more)]
+                    sequence.account.output += more
+                    end += more
                 if sequence.alone:
                     sequence.alone = False
                     del self._suspects[sequence]
             sequence.computed = end
-            if end // BLOCK_TOKENS != part.start // BLOCK_TOKENS:
+            if end // BLOCK_TOKENS != start // BLOCK_TOKENS:
                 self._growing.append(sequence)
-                self.cache.completed(sequence, part.start // BLOCK_TOKENS, end // BLOCK_TOKENS)
+                self.cache.completed(sequence, start // BLOCK_TOKENS, end // BLOCK_TOKENS)
 
     def suspect(self, sequence: Sequence) -> None:
         """A step with this sequence raised: compute it anew, alone, before anything else goes on."""

@@ -189,7 +189,7 @@ def _base(sequence: Choice) -> int:
 
 
 def _prompt_logprobs(plan: StepPlan) -> list[list[Logprob]]:
-    scored = [(part.sequence, part.scored) for part in plan.slices]
+    scored = [(part.sequence, part.scored) for part in plan.slices if part.sequence.score_from is not None]
     return [
         [_logprob(sequence.tokens[position], sequence.sampling.logprobs or 0) for position in positions]
         for sequence, positions in scored

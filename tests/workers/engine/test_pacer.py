@@ -105,14 +105,26 @@ def test_it_learns_what_steps_really_take(factor: float) -> None:
     assert ms <= 200.0
 
 
-def test_one_outlier_moves_little() -> None:
+def test_a_slow_step_makes_the_next_ones_smaller_and_is_forgotten_later() -> None:
     pacer = Pacer(80.0, COST)
     load = Load(9, 8, 2000, 50, 50_000)
     for _ in range(50):
         pacer.observe(load, COST.ms(load))
     before = pacer.room(8, 2000, 1000)
     pacer.observe(load, 100 * COST.ms(load))
-    assert pacer.room(8, 2000, 1000) > 0.7 * before
+    assert 0.2 * before < pacer.room(8, 2000, 1000) < 0.8 * before
+    for _ in range(60):
+        pacer.observe(load, COST.ms(load))
+    assert pacer.room(8, 2000, 1000) > 0.9 * before
+
+
+def test_however_calm_it_was_a_margin_is_kept() -> None:
+    pacer = Pacer(80.0, COST)
+    load = Load(9, 8, 2000, 50, 50_000)
+    for _ in range(500):
+        pacer.observe(load, COST.ms(load))
+    room = pacer.room(8, 2000, 1000)
+    assert 70 < COST.ms(Load(9, 8, 2000, room, room * 1000 + room * room // 2)) < 72
 
 
 def test_the_batch_ends_where_the_target_does() -> None:
