@@ -50,7 +50,7 @@ class RequesterLimits(msgspec.Struct, frozen=True, kw_only=True):
     seek_every_max_s: float = 5.0
     ack_wait_s: float = 5.0
     orphan_grace_s: float = 15.0
-    nak_hold_s: float = 1.0
+    nak_hold_s: float = 2.0
     deaths_max: int = 4
     queue_deadline: float  # monotonic time by which some worker must have accepted
     generation_s: float  # counted from the first accepted

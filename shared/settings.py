@@ -70,7 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seek_every_s: float = 1.0
     seek_every_max_s: float = 5.0
     orphan_grace_s: float = 15.0
-    nak_hold_s: float = 1.0  # after the requester's own reconnect
+    nak_hold_s: float = 2.0  # after the requester's own reconnect
     history_kept_s: float = 60.0
     idempotency_kept_s: float = 86_400.0  # a key is known for so long
     idempotency_result_bytes_max: int = 64 * 1024  # of an answer that is kept with its key

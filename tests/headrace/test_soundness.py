@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,9 +47,10 @@ def scenario(data: Path) -> None:
     )
 
     async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.01)
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, said
+            await asyncio.sleep(0.01)
 
     async def main() -> None:
         nonlocal room
