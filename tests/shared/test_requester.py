@@ -435,9 +435,9 @@ def test_naks_are_held_after_the_own_reconnect() -> None:
     asks.reconnected(10.0)
     assert asks.no_responders("w1", 10.2) == []
     assert asks.worker == "w1"
-    assert asks.tick(10.9) == []
-    assert only(SendAttach, asks.tick(11.0)).worker == "w1"
-    assert asks.no_responders("w1", 11.0) == [Nak("ack.c1")]
+    assert asks.tick(11.9) == []
+    assert only(SendAttach, asks.tick(12.0)).worker == "w1"
+    assert asks.no_responders("w1", 12.0) == [Nak("ack.c1")]
 
 
 def test_no_is_seek_without_a_nak() -> None:
