@@ -1,6 +1,4 @@
-"""What the engine's policies are worth: pacing, prefix cache and fairness, on one engine, as one table.
-
-    python bench/policies.py DIRECTORY|sim:PROFILE [--runs 3] [--threads 0] [--only pacing,prefix,fairness]
+"""What the engine's policies are worth, measured on one engine by engine.py.
 
 pacing: a prompt of 4,000 tokens comes among 8 running streams, without and with a target of 80 ms for a token. The gaps are
 those between two tokens of a stream, as the event loop sees them, from the prompt's arrival to its first token.
@@ -8,24 +6,23 @@ prefix: requests of 1,000 equal tokens and 32 of their own, one after the other,
 fairness: a tenant with 500 requests waiting, and another that asks once a second for half a minute.
 """
 
-import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from shared.records import EngineSettings
 from shared.wire import Sampling
 from workers.engine.engine import BatchEngine
-from workers.engine.load import SIMULATED, load_engine
 from workers.engine.request import EngineRequest, TokenEvent
 
 STREAMS, STREAM_PROMPT, LONG_PROMPT, TPOT_MS = 8, 60, 4000, 80.0
-SHARED_PROMPT, OWN_PROMPT = 1000, 32
+SHARED_PROMPT, OWN_PROMPT, PREFIX_REQUESTS = 1000, 32, 8
 FLOOD, FLOOD_PROMPT, FLOOD_OUTPUT, SECONDS = 500, 120, 200, 30
+
+Row = tuple[str, str]  # what, and the figure
 
 
 class Times:
@@ -67,14 +64,11 @@ class Times:
 class Bench:
     """The same model behind fresh schedulers of different settings."""
 
-    def __init__(self, source: str, threads: int) -> None:
-        directory = None if source.startswith(SIMULATED) else Path(source)
-        self._settings = EngineSettings()
-        self._engine = load_engine(source, directory, self._settings, threads)
+    def __init__(self, engine: BatchEngine, settings: EngineSettings) -> None:
+        self._engine, self._settings = engine, settings
 
     def fresh(self, **changes: object) -> BatchEngine:
         engine = self._engine
-        assert isinstance(engine, BatchEngine)
         settings = msgspec.structs.replace(self._settings, **changes)
         cost = engine._pacer.cost
         return BatchEngine(engine._runner, engine._text, engine.info, settings, engine._max_tokens_default, cost)
@@ -89,7 +83,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-async def pacing(bench: Bench, target: float | None, run: int) -> str:
+def pacing(bench: Bench, runs: int) -> Iterator[Row]:
+    yield asyncio.run(_pacing(bench, None, 0))
+    for run in range(runs):
+        yield asyncio.run(_pacing(bench, TPOT_MS, run))
+
+
+async def _pacing(bench: Bench, target: float | None, run: int) -> Row:
     times = Times(bench.fresh(tpot_ms_target=target, prefix_cache="off"))
     streams = [f"s{index}" for index in range(STREAMS)]
     for index, key in enumerate(streams):
@@ -109,13 +109,20 @@ async def pacing(bench: Bench, target: float | None, run: int) -> str:
         if later > begin and earlier < end
     ]
     return (
-        f"pacing, {'no target' if target is None else f'target {target:.0f} ms'}, run {run + 1}: "
-        f"gap p50 {percentile(gaps, 0.5):.0f} ms, p99 {percentile(gaps, 0.99):.1f} ms, worst {max(gaps):.1f} ms; "
-        f"first token of the long prompt after {times.ttft_ms('long') / 1e3:.1f} s"
+        f"pacing, {'no target' if target is None else f'target {target:.0f} ms'}, run {run + 1}",
+        f"gap p50 {percentile(gaps, 0.5):.0f}, p99 {percentile(gaps, 0.99):.1f}, worst {max(gaps):.1f} ms;"
+        f" first token of the long prompt after {times.ttft_ms('long') / 1e3:.1f} s",
     )
 
 
-async def prefix(bench: Bench, mode: str, requests: int) -> tuple[str, float]:
+def prefix(bench: Bench) -> Iterator[Row]:
+    without, row = asyncio.run(_prefix(bench, "off", PREFIX_REQUESTS))
+    yield row
+    cached, (what, figure) = asyncio.run(_prefix(bench, "tenant", PREFIX_REQUESTS))
+    yield what, f"{figure}: **{without / cached:.1f}** times sooner"
+
+
+async def _prefix(bench: Bench, mode: str, requests: int) -> tuple[float, Row]:
     times = Times(bench.fresh(prefix_cache=mode))
     shared = prompt(SHARED_PROMPT, 3)
     keys = [f"r{index}" for index in range(requests + 1)]
@@ -127,14 +134,16 @@ async def prefix(bench: Bench, mode: str, requests: int) -> tuple[str, float]:
     times.engine.stop()
     assert times.cached["other"] == 0, "a hit across tenants"
     ttft = statistics.median(times.ttft_ms(key) for key in keys[1:])
-    return (
-        f"prefix, cache {mode}: median time to the first token {ttft:.1f} ms"
-        f" ({times.cached[keys[-1]]} of {SHARED_PROMPT + OWN_PROMPT} tokens found; another tenant: 0)",
-        ttft,
-    )
+    found = f"{times.cached[keys[-1]]} of {SHARED_PROMPT + OWN_PROMPT} tokens found; another tenant: 0"
+    return ttft, (f"prefix cache {mode}", f"median time to the first token {ttft:.1f} ms ({found})")
 
 
-async def fairness(bench: Bench, flood: int) -> str:
+def fairness(bench: Bench) -> Iterator[Row]:
+    for flood in (0, FLOOD):
+        yield asyncio.run(_fairness(bench, flood))
+
+
+async def _fairness(bench: Bench, flood: int) -> Row:
     times = Times(bench.fresh(prefix_cache="off"))
     for index in range(flood):
         times.submit(f"f{index}", prompt(FLOOD_PROMPT, index), FLOOD_OUTPUT, tenant="flood")
@@ -152,31 +161,7 @@ async def fairness(bench: Bench, flood: int) -> str:
     stats = times.engine.stats()
     times.engine.stop()
     return (
-        f"fairness, {flood} waiting: time to the first token of the light tenant p50 {percentile(ttft, 0.5):.0f} ms,"
-        f" worst {max(ttft):.0f} ms; a step {stats.step_ms:.0f} ms"
+        f"fairness, {flood} waiting",
+        f"time to the first token of the light tenant p50 {percentile(ttft, 0.5):.0f}, worst {max(ttft):.0f} ms;"
+        f" a step {stats.step_ms:.0f} ms",
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="a model's directory, or sim:PROFILE")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--only", default="pacing,prefix,fairness")
-    arguments = parser.parse_args()
-    bench, only = Bench(arguments.source, arguments.threads), arguments.only.split(",")
-    if "pacing" in only:
-        print(asyncio.run(pacing(bench, None, 0)), flush=True)
-        for run in range(arguments.runs):
-            print(asyncio.run(pacing(bench, TPOT_MS, run)), flush=True)
-    if "prefix" in only:
-        rows = [asyncio.run(prefix(bench, mode, 8)) for mode in ("off", "tenant")]
-        print("\n".join(text for text, _ in rows))
-        print(f"prefix: {rows[0][1] / rows[1][1]:.1f} times sooner", flush=True)
-    if "fairness" in only:
-        for flood in (0, FLOOD):
-            print(asyncio.run(fairness(bench, flood)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
