@@ -91,12 +91,17 @@ async def steps(engine: Engine, arguments: argparse.Namespace) -> list[Row]:
 def serving(servers: dict[str, str], streams: int, arguments: argparse.Namespace) -> list[Row]:
     """Each server in turn, in each round: medians of the rounds, and the ratio of the first server to each other one."""
     load = argparse.Namespace(
-        model=arguments.model, requests=16, per_stream=2, tokens=arguments.output, words=arguments.words
+        model=arguments.model,
+        requests=16,
+        per_stream=2,
+        tokens=arguments.output,
+        words=arguments.words,
+        seed=arguments.seed,
     )
     found: dict[str, list[Measured]] = {name: [] for name in servers}
-    for _ in range(arguments.rounds):
+    for number in range(arguments.rounds):
         for name, url in servers.items():
-            found[name].append(asyncio.run(Load(url, load, streams).run()))
+            found[name].append(asyncio.run(Load(url, load, streams, number).run()))
     errors = [f"{name}: {error}" for name, rounds in found.items() for each in rounds for error in each.errors]
     if errors:
         raise SystemExit("\n".join(errors))
@@ -145,6 +150,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="its name on the servers")
     parser.add_argument("--words", type=int, default=90, help="of a prompt, for servers")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1, help="another one: prompts that no server has cached")
     arguments = parser.parse_args()
     only = arguments.only.split(",")
     if unknown := set(only) - set(SECTIONS):

@@ -4,9 +4,9 @@
         --model smollm2 --streams 1 8 64 --rounds 3
 
 Each round measures every server at every number of streams, one after the other, so that a busy machine hurts them alike;
-the table shows medians over the rounds, and the ratio to the first server. Prompts are random common words, seeded by request
-number. One load generator process: it needs about 1 ms of CPU for a stream of 64 tokens, which on a small machine is part of
-what is measured.
+the table shows medians over the rounds, and the ratio to the first server. Prompts are random common words, the same for each
+server in a round, others in each round and for each --seed. One load generator process: it needs about 1 ms of CPU for a stream
+of 64 tokens, which on a small machine is part of what is measured.
 """
 
 import argparse
@@ -36,10 +36,11 @@ class Measured(msgspec.Struct):
 
 
 class Load:
-    """A closed loop of `streams` clients that send `requests` requests in all."""
+    """A closed loop of `streams` clients that send `requests` requests in all, no prompt of which another round has."""
 
-    def __init__(self, url: str, options: argparse.Namespace, streams: int) -> None:
+    def __init__(self, url: str, options: argparse.Namespace, streams: int, round_number: int) -> None:
         self._url, self._options, self._streams = url, options, streams
+        self._work = f"{options.seed} {streams} {round_number}"
         self._numbers = iter(range(max(options.requests, options.per_stream * streams)))
         self._ttft: list[float] = []
         self._tpot: list[float] = []
@@ -64,7 +65,7 @@ class Load:
                 self._errors.append(repr(error)[:200])
 
     async def _request(self, session: aiohttp.ClientSession, number: int) -> None:
-        words = random.Random(number)
+        words = random.Random(f"{self._work} {number}")
         body = {
             "model": self._options.model,
             "prompt": " ".join(words.choice(WORDS) for _ in range(self._options.words)),
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="out, per request")
     parser.add_argument("--words", type=int, default=90, help="in, per request")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1, help="another one: prompts that no server has cached")
     options = parser.parse_args()
     servers = dict(each.split("=", 1) for each in options.server)
     print("| server | streams | requests/s | tokens/s | TTFT p50 / p99 ms | TPOT p50 / p99 ms | ratio | errors |")
@@ -140,9 +142,9 @@ def main() -> None:
     failed: list[str] = []
     for streams in options.streams:
         found: dict[str, list[Measured]] = {name: [] for name in servers}
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
             for name, url in servers.items():
-                measured = asyncio.run(Load(url, options, streams).run())
+                measured = asyncio.run(Load(url, options, streams, number).run())
                 found[name].append(measured)
                 failed += [f"{name}: {error}" for error in measured.errors[:1]]
         print("\n".join(rows_of(streams, found)), flush=True)
