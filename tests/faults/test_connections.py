@@ -57,7 +57,7 @@ def test_h15_an_oversized_publish_that_closes_the_client_is_a_pause(run_fleet: R
     run_fleet(work, source="sim:fixed-10ms")
 
 
-def test_a_restart_of_the_server_under_a_thousand_streams_is_no_storm(
+def test_h11_a_restart_of_the_server_under_a_thousand_streams_is_no_storm(
     run_fleet: RunFleet, nats_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     naks: list[str] = []

@@ -145,6 +145,48 @@ def test_h8_a_rolling_restart_during_one_long_prefill_is_no_poison(run_fleet: Ru
     run_fleet(work, source="sim:fixed-200ms", engine=EngineSettings(prefill_chunk=200), drain_budget_s=0.1)
 
 
+def test_h9_a_second_reader_of_a_hung_worker_finds_its_successor(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await workers_of(fleet, 1)
+        wanted = await answers([await fleet.submit(max_tokens=150)])
+        async with elsewhere(fleet) as publisher:
+            fleet.dispatcher, reader = publisher.dispatcher, fleet.dispatcher
+            stream = await fleet.submit(max_tokens=150)
+            head = await stream.next(10)
+            fleet.dispatcher = reader
+            second = await read_along(Elsewhere(fleet.bus, reader), stream, head)
+            await until(lambda: second.requester.worker == "w1")
+            await publisher.vanish()
+        stop(fleet, "w1")
+        await fleet.active(fleet.spawn())  # it speaks to the publisher only, as far as it knows
+        assert await answers([second]) == wanted
+        assert second.claims == 2
+        wake(fleet, "w1")
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-10ms", generation_deadline_s=60.0, **FAST)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_h10_one_readers_leaving_is_not_the_end_of_the_others_stream(run_fleet: RunFleet, leaver: int) -> None:
+    async def work(fleet: Fleet) -> None:
+        await workers_of(fleet, 1)
+        wanted = await answers([await fleet.submit(max_tokens=150)])
+        async with elsewhere(fleet) as other:
+            stream = await fleet.submit(max_tokens=150)
+            head = await stream.next(10)
+            second = await read_along(other, stream, head)
+            await until(lambda: second.requester.worker == "w1")
+            readers, heads = [stream, second], [head, []]
+            readers.pop(leaver).cancel()
+            heads.pop(leaver)
+            assert await answers(readers, heads) == wanted
+            assert readers[0].claims == 1
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-10ms")
+
+
 @pytest.mark.parametrize("step_ms", [20, 0])
 def test_h12c_a_request_that_kills_its_workers_ends_alone(run_fleet: RunFleet, step_ms: int) -> None:
     async def work(fleet: Fleet) -> None:
@@ -189,3 +231,18 @@ def test_h7_a_request_that_nobody_confirms_is_let_go(run_fleet: RunFleet) -> Non
         assert info.num_ack_pending == 0
 
     run_fleet(work, source="sim:fixed-10ms", **FAST)
+
+
+def test_h16_a_message_outlives_its_clocks_and_carries_what_is_left_of_them(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        stream = await fleet.submit(max_tokens=5)
+        message = await fleet.bus.get_message(subjects.REQ_STREAM, stream.sequence)
+        assert message is not None
+        times = {name: int(message.headers[name]) for name in ("Nats-TTL", "Hr-Queue-Ms", "Hr-Generation-Ms")}
+        assert times["Nats-TTL"] >= 7 + 11 + fleet.settings.orphan_grace_s + 60
+        assert 6000 < times["Hr-Queue-Ms"] <= 7000
+        assert times["Hr-Generation-Ms"] == 11_000
+        stream.cancel()
+        await fleet.idle()
+
+    run_fleet(work, queue_deadline_s=7.0, generation_deadline_s=11.0)

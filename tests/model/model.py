@@ -12,90 +12,19 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable
-from unittest import mock
 
-import msgspec
-from wire_schedule import Schedule
+from mutants import EVERY, WITHOUT
+from wire_schedule import Killer, Schedule
 from wire_world import Violation
 
-from shared import actions as asks
-from shared.requester import Requester
-from shared.wire import Attach, Frame, Ok
 from workers import claims
-from workers.history import History, Match, positions_of
+from workers.history import History
 
 FAULTS = (
     *("kill", "stop", "hang", "loss", "broker", "rdeath", "move", "second", "twice", "drain", "false503"),
     *("cancel", "revoke", "deadline", "wfail", "ackwait", "nak", "pubfail", "reconnect", "handback"),
 )
 ENDINGS = ("cancel", "revoke", "deadline")  # end a schedule early, so they are on in fewer
-RULES = {
-    "sid": "frames are fenced by (sid, claim)",
-    "digest": "attach carries the prefix, and the worker compares it",
-    "gone": "publish again only after the broker says that the message is gone",
-    "body": "whoever attaches reads the body, so it too can publish again",
-    "stray": "a frame of a finished or foreign stream is answered with release",
-    "resend": "accepted and terminal frames are repeated until answered",
-    "poison": "only workers that answered and did not take leave count as killed",
-    "seek": "an attach that a known worker does not answer is followed by a broadcast",
-    "gap": "an index beyond the position is a gap",
-    "repeat": "a finish is delivered once",
-}
-MUTANT_FAULTS = {"poison": ["drain"]}  # where the rule is hardly needed otherwise
-
-
-# -- production code with a rule taken away ----------------------------------------------------------------------------
-
-
-class Unfenced(Requester):
-    def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
-        if not self.ended and self.claim is not None:
-            frame = msgspec.structs.replace(frame, sid=self.sid, claim=self.claim)
-        return super().frame(worker, frame, now)
-
-
-class Silent(Requester):
-    def _stray(self, worker: str, item: Frame | Ok) -> list[asks.Action]:
-        return []
-
-
-class Suspicious(Requester):
-    def no_responders(self, worker: str, now: float) -> list[asks.Action]:
-        self._served.add(worker)
-        return super().no_responders(worker, now)
-
-
-class Gapless(Requester):
-    def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
-        if not self.ended and frame.sid == self.sid and self._known is None:
-            frame = msgspec.structs.replace(frame, index=min(frame.index, self._choices[frame.choice].next))
-        return super().frame(worker, frame, now)
-
-
-class Repeating(Requester):
-    def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
-        actions = super().frame(worker, frame, now)
-        mine = frame.sid == self.sid and frame.finish is not None
-        if mine and not any(isinstance(action, asks.Deliver) and action.finish for action in actions):
-            actions.insert(0, asks.Deliver(frame.choice, [], [], None, frame.finish, None))
-        return actions
-
-
-class ByPosition(History):
-    def match(self, attach: Attach) -> Match:
-        short = any(len(choice.ids) < at for choice, at in zip(self.choices, positions_of(attach), strict=True))
-        return Match.SHORTER if short else Match.EXTENDS
-
-
-MUTANTS: dict[str, type[Requester]] = {
-    "sid": Unfenced,
-    "stray": Silent,
-    "poison": Suspicious,
-    "gap": Gapless,
-    "repeat": Repeating,
-}
-
-
 # -- campaigns ---------------------------------------------------------------------------------------------------------
 
 
@@ -110,12 +39,15 @@ def schedule(seed: int, faults: Iterable[str] = FAULTS) -> tuple[list[int], list
 
 def check(ints: list[int], faults: Iterable[str], without: str = "", trace: bool = False) -> tuple[str, Counter[str]]:
     """The violation of one schedule ("" for none) and what happened."""
-    history = ByPosition if without == "digest" else History
+    rules = WITHOUT[without] if without else EVERY
+    world = Killer if rules.kills else Schedule
+    claims.History = rules.history
     try:
-        with mock.patch.object(claims, "History", history):
-            return "", Schedule(ints, faults, without, MUTANTS.get(without, Requester), trace).run()
+        return "", world(ints, faults, rules, trace).run()
     except Violation as violation:
         return str(violation), Counter()
+    finally:
+        claims.History = History
 
 
 def shrink(ints: list[int], faults: list[str], without: str, kind: str) -> tuple[list[int], list[str]]:
@@ -151,6 +83,15 @@ def campaign(
     return found, stats
 
 
+def first(faults: Iterable[str], without: str, seeds: int, kind: str = "") -> int:
+    """The first seed whose schedule breaks a promise, of that kind if one is given; 0: none of so many."""
+    for seed in range(1, seeds + 1):
+        violation = check(*schedule(seed, faults), without)[0]
+        if violation and violation.partition(":")[0] == (kind or violation.partition(":")[0]):
+            return seed
+    return 0
+
+
 def report(label: str, first: int, runs: int, faults: list[str], without: str = "") -> bool:
     """Run a campaign and print it; whether it was clean."""
     begin = time.monotonic()
@@ -169,7 +110,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--each", action="store_true", help="each fault alone")
-    parser.add_argument("--without", default="", choices=["", *RULES])
+    parser.add_argument("--without", default="", choices=["", *WITHOUT])
     parser.add_argument("--shrink", default="", help="the kind of violation to find a small schedule of")
     options = parser.parse_args()
     faults = options.faults.split(",")
@@ -177,8 +118,8 @@ def main() -> int:
         print(check(*schedule(options.replay, faults), options.without, trace=True)[0] or "no violation")
         return 0
     if options.mutants:
-        for rule in RULES:
-            report(f"without {rule}", options.first, options.mutants, MUTANT_FAULTS.get(rule, faults), rule)
+        for rule, rules in WITHOUT.items():
+            report(f"without {rule}", options.first, options.mutants, list(rules.faults) or faults, rule)
         return 0
     if options.shrink:
         found, _ = campaign(options.first, options.runs, faults, options.without)

@@ -5,12 +5,13 @@
 
 import model
 import pytest
+from mutants import WITHOUT
 from wire_schedule import Killer
 from wire_world import DEATHS_MAX
 
-SCHEDULES = 3000
-SCHEDULES_OF_ONE_FAULT = 150
-SEEDS_TO_CATCH = 6000  # within which the model must notice that a rule is missing
+SCHEDULES = 20_000
+SCHEDULES_OF_ONE_FAULT = 500  # of each
+SEEDS_TO_CATCH = 20_000  # within which the model must notice that a rule is missing; most take a few hundred
 KILLERS = 300
 
 
@@ -28,13 +29,10 @@ def test_no_single_fault_breaks_a_promise(fault: str) -> None:
     assert not found, f"seeds by kind of violation, --faults {fault}: {found}"
 
 
-@pytest.mark.parametrize("rule", model.RULES)
+@pytest.mark.parametrize("rule", WITHOUT)
 def test_without_a_rule_the_model_finds_fault(rule: str) -> None:
-    faults = model.MUTANT_FAULTS.get(rule, model.FAULTS)
-    for seed in range(1, SEEDS_TO_CATCH + 1):
-        if model.check(*model.schedule(seed, faults), rule)[0]:
-            return
-    pytest.fail(f"nothing was found without {rule}: {model.RULES[rule]}")
+    faults = WITHOUT[rule].faults or model.FAULTS
+    assert model.first(faults, rule, SEEDS_TO_CATCH), f"nothing was found without {rule}: {WITHOUT[rule].says}"
 
 
 def test_a_request_that_kills_its_workers_ends_as_poisoned() -> None:
@@ -44,3 +42,30 @@ def test_a_request_that_kills_its_workers_ends_as_poisoned() -> None:
         assert stats["end request_poisoned"] == 1, f"seed {seed}: {stats}"
         assert stats["dead letters"] == 1, f"seed {seed}"
         assert stats["workers gone"] <= 6 * DEATHS_MAX, f"seed {seed}: {stats}"
+
+
+# The holes of the first version of the protocol, and those that were found while they were closed: the rule that closes each,
+# the faults that it takes, and what comes of it without the rule. Those that cost work only, or are too rare for a random
+# search, or lie outside of the model are tests whose names begin with test_h10, h11, h12a and h14 to h18 (tests/faults, shared,
+# workers and reliability); h1, h3, h5 to h9 and h12c are met by real processes in tests/faults, too.
+HOLES = {
+    "h1_two_workers_hold_one_attempt": ("sid", ["kill", "loss", "ackwait", "nak"], "mix"),
+    "h2_a_delivery_count_comes_twice": ("sid", ["broker", "kill"], "mix"),
+    "h3_an_attach_names_a_position_only": ("digest", ["kill", "move"], "mix"),
+    "h4_published_again_while_it_is_stored": ("gone", ["kill"], "copy"),
+    "h5_the_message_dies_under_a_live_requester": ("body", ["rdeath", "kill", "stop", "ackwait"], "false stream_gone"),
+    "h6_nobody_tells_a_fenced_worker": ("stray", ["kill"], "leak"),
+    "h7_one_lost_message_is_final": ("resend", ["loss"], "stuck"),
+    "h8_h12b_leaving_is_taken_for_crashing": ("poison", ["drain"], "false request_poisoned"),
+    "h9_a_second_requester_is_bound_to_a_hung_worker": ("seek", ["hang", "rdeath", "move"], "stuck"),
+    "h12c_a_worker_that_was_left_is_not_counted": ("fallen", ["ackwait"], "false dead letter"),
+    "h13_an_error_is_not_told_to_who_waits": ("told", ["wfail", "rdeath", "kill"], "stuck"),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_hole(hole: str) -> None:
+    rule, faults, kind = HOLES[hole]
+    seed = model.first(faults, rule, SEEDS_TO_CATCH, kind)
+    assert seed, f"{faults} open nothing without {rule}"
+    assert not model.check(*model.schedule(seed, faults))[0], f"it is open: --replay {seed} --faults {','.join(faults)}"

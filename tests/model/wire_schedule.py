@@ -250,7 +250,8 @@ class Schedule(World):
 
     def calm(self) -> None:
         """Faults are over: everything must end by itself."""
-        self.say("--- calm")
+        if self.trace:
+            print("    --- calm")
         for worker in self.workers.values():  # with "hang" a stopped worker never comes back
             worker.stopped = worker.stopped and "hang" in self.faults
         if all(worker.stopped for worker in self.workers.values()):

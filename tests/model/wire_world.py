@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from mutants import EVERY, Rules
 
 from shared import actions as asks
 from shared.requester import Known, Requester, RequesterLimits, unknown_rid
@@ -63,9 +64,9 @@ class Message(msgspec.Struct):
 class Worker:
     """A worker process: its table, and an engine that is a set of runs."""
 
-    def __init__(self, name: str, limits: ClaimLimits) -> None:
+    def __init__(self, name: str, table: ClaimTable) -> None:
         self.name = name
-        self.table = ClaimTable(name, limits)
+        self.table = table
         self.runs: dict[str, list[list[int]]] = {}
         self.untold: set[str] = set()  # runs that have not told the text of their prefix
         self.finished: dict[str, set[int]] = {}
@@ -95,18 +96,16 @@ class Node:
 
 
 class World:
-    """One rid, its copies in the stream, and everybody who deals with it. `without` names a rule that is taken away."""
+    """One rid, its copies in the stream, and everybody who deals with it under `rules`."""
 
     def __init__(
         self,
         ints: list[int],
         faults: Iterable[str],
-        without: str = "",
-        requester: type[Requester] = Requester,
+        rules: Rules = EVERY,
         trace: bool = False,
     ) -> None:
-        self.ints, self.faults, self.without, self.trace = ints, set(faults), without, trace
-        self.requester = requester
+        self.ints, self.faults, self.rules, self.without, self.trace = ints, set(faults), rules, rules.broker, trace
         self.net: dict[tuple[str, str, str], list[Any]] = {}
         self.workers: dict[str, Worker] = {}
         self.nodes: dict[str, Node] = {}
@@ -124,7 +123,7 @@ class World:
         self.steady = shape // 12 % 2 == 0  # generating anew gives the same tokens
         self.by_ids = shape // 24 % 3 == 0  # who takes over has the ids, not only a digest of them
         self.claim_limits = ClaimLimits(
-            resend_s=FAR * 10 if without == "resend" else 1.0,
+            resend_s=FAR * 10 if self.without == "resend" else 1.0,
             orphan_grace_s=3.0,
             history_kept_s=6.0,
             history_tokens_max=100,
@@ -134,15 +133,11 @@ class World:
         first = self.new_node("R1", [[] for _ in range(self.choices)], publisher=True)
         self.publish(first, FIRST)
 
-    def say(self, text: str) -> None:
-        if self.trace:
-            print("   ", text)
-
     # -- actors --------------------------------------------------------------------------------------------------------
 
     def new_worker(self) -> None:
         name = f"W{len(self.workers) + self.stats['workers gone'] + 1}"
-        self.workers[name] = Worker(name, self.claim_limits)
+        self.workers[name] = Worker(name, self.rules.table(name, self.claim_limits))
 
     def new_node(
         self,
@@ -160,6 +155,7 @@ class World:
             if not self.by_ids:
                 node.at = [0 for _ in log]
         limits = RequesterLimits(
+            silence_s=FAR * 10 if self.without == "ping" else 0.5,
             attach_timeout_s=FAR * 10 if self.without == "seek" else 1.0,
             ack_wait_s=1.0,
             orphan_grace_s=3.0,
@@ -167,7 +163,7 @@ class World:
             queue_deadline=self.now + FAR,
             generation_s=FAR,
         )
-        node.requester = self.requester(
+        node.requester = self.rules.requester(
             RID,
             node.address,
             self.choices,
@@ -196,7 +192,8 @@ class World:
         message = queue.pop(0)
         if not queue:
             del self.net[key]
-        self.say(f"{how}{key[0]} -> {key[1]}: {message}")
+        if self.trace:  # what is printed is made for it only
+            print(f"    {how}{key[0]} -> {key[1]}: {message}")
         return message
 
     def deliver(self, key: tuple[str, str, str]) -> None:
@@ -446,7 +443,8 @@ class World:
     def finish(self, node: Node, how: str) -> None:
         node.end = how
         requester = node.requester
-        self.say(f"{node.name} ends: {how} {node.log}")
+        if self.trace:
+            print(f"    {node.name} ends: {how} {node.log}")
         self.stats[f"end {how}"] += 1
         if how == "complete":
             bad = node.client and (len(node.finished) != self.choices or node.usage is None)

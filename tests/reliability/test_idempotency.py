@@ -59,7 +59,7 @@ def test_a_stream_is_told_again_in_the_same_shape(site: Site) -> None:
     site.run(work())
 
 
-def test_a_key_outlives_its_client_and_its_workers(site: Site) -> None:
+def test_h18_a_key_outlives_its_client_and_its_workers(site: Site) -> None:
     async def work() -> None:
         before = await published(site)
         request = site.body("native", "left", 60, temperature=1)

@@ -430,7 +430,7 @@ def test_an_untrusted_requester_has_no_ack_subject_and_sends_no_nak() -> None:
     assert asks.worker is None
 
 
-def test_naks_are_held_after_the_own_reconnect() -> None:
+def test_h11_naks_are_held_after_the_own_reconnect() -> None:
     asks = streaming()
     asks.reconnected(10.0)
     assert asks.no_responders("w1", 10.2) == []
@@ -601,7 +601,7 @@ def test_cancel_before_the_publish_ack_deletes_when_it_comes() -> None:
     assert asks.published(5, 0.2) == [DeleteMessage(5)]
 
 
-def test_cancel_of_a_keyed_or_a_claimed_request_deletes_nothing() -> None:
+def test_h17_cancel_of_a_keyed_or_a_claimed_request_deletes_nothing() -> None:
     asks = requester(keyed=True)
     asks.published(5, 0.0)
     assert none(DeleteMessage, asks.cancel(1.0))
@@ -635,7 +635,7 @@ def test_a_client_that_cannot_come_back_cancels_by_leaving() -> None:
 
 
 @pytest.mark.parametrize("option", ["keyed", "resumable"])
-def test_a_client_that_may_come_back_is_waited_for(option: str) -> None:
+def test_h18_a_client_that_may_come_back_is_waited_for(option: str) -> None:
     options: dict[str, Any] = {option: True}
     asks = streaming(**options)
     asks.frame("w1", frame(asks, "c1", 0, [1]), 0.9)
@@ -669,7 +669,7 @@ def test_the_generation_deadline_counts_from_the_first_accepted() -> None:
     assert only(SendRelease, actions).worker == "w2"
 
 
-def test_who_takes_over_inherits_the_generation_clock() -> None:
+def test_h16_who_takes_over_inherits_the_generation_clock() -> None:
     asks = requester(publisher=False, seq=5, known=Known(ids=[[]]))
     asks.tick(0.0)
     asks.ok("w1", ok(asks, "c1"), 1.0)

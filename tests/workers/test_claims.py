@@ -417,7 +417,7 @@ def test_a_refusal_of_a_run_that_was_replaced_is_ignored() -> None:
     assert claims.holding == 1
 
 
-def test_the_own_deadline_ends_a_generation_some_time_after_the_requesters() -> None:
+def test_h16_the_own_deadline_ends_a_generation_some_time_after_the_requesters() -> None:
     claims = table(deadline_margin_s=5.0)
     claims.message(delivery(generation_s=10.0), 0.0)
     claims.attach(attach("s1", [[]]), False, 0.0)
@@ -444,7 +444,7 @@ def test_release_done_of_the_last_subscriber_aborts_and_acks_all_handles() -> No
     assert items(No, claims.attach(attach("s2", [[1]]), False, 0.3)) == [No("rid", "s2")]  # unfinished: not kept
 
 
-def test_release_done_frees_only_its_sender() -> None:
+def test_h10_release_done_frees_only_its_sender() -> None:
     claims = serving([1])
     claims.attach(attach("s2", [[]], AWAY), False, 0.1)
     assert claims.release(release(), 0.2) == []
@@ -548,7 +548,7 @@ def test_an_attach_within_the_grace_saves_the_claim() -> None:
     assert Ack("ack.5") in claims.tick(45.0)
 
 
-def test_no_responders_to_accepted_starts_the_grace_and_accepted_goes_on() -> None:
+def test_h11_no_responders_to_accepted_starts_the_grace_and_accepted_goes_on() -> None:
     claims = claimed(orphan_grace_s=15.0)
     claims.no_responders(HOME, 0.1)
     assert len(items(Accepted, claims.tick(1.0))) == 1

@@ -1,0 +1,194 @@
+"""The production state machines with one rule taken away each. The model must find fault with every one of them."""
+
+import dataclasses
+import math
+
+import msgspec
+
+from shared import actions as asks
+from shared.requester import Requester
+from shared.wire import Attach, Frame, Ok, Wait
+from workers.claims import Action, ClaimTable, Send, _Claim
+from workers.history import History, Match, positions_of
+
+NEVER = math.inf
+
+
+class Unfenced(Requester):
+    """Takes frames of any sid from any claim."""
+
+    def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
+        if not self.ended and self.claim is not None:
+            frame = msgspec.structs.replace(frame, sid=self.sid, claim=self.claim)
+        return super().frame(worker, frame, now)
+
+
+class FencedBySid(Requester):
+    """Takes frames of its sid from any claim: more than one may have answered a broadcast."""
+
+    def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
+        if not self.ended and self.claim is not None and frame.sid == self.sid:
+            frame = msgspec.structs.replace(frame, claim=self.claim)
+        return super().frame(worker, frame, now)
+
+
+class Silent(Requester):
+    """Drops what it cannot use without a word."""
+
+    def _stray(self, worker: str, item: Frame | Ok) -> list[asks.Action]:
+        return []
+
+
+class Suspicious(Requester):
+    """Counts every worker without responders as killed."""
+
+    def no_responders(self, worker: str, now: float) -> list[asks.Action]:
+        self._served.add(worker)
+        return super().no_responders(worker, now)
+
+
+class Forgiving(Requester):
+    """Counts only the death of the worker that serves it."""
+
+    def no_responders(self, worker: str, now: float) -> list[asks.Action]:
+        return super().no_responders(worker, now) if worker == self.worker else []
+
+
+class Gapless(Requester):
+    """Takes an index beyond its position for the next one."""
+
+    def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
+        if not self.ended and frame.sid == self.sid and self._known is None:
+            frame = msgspec.structs.replace(frame, index=min(frame.index, self._choices[frame.choice].next))
+        return super().frame(worker, frame, now)
+
+
+class Repeating(Requester):
+    """Delivers a finish as often as it comes."""
+
+    def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
+        actions = super().frame(worker, frame, now)
+        mine = frame.sid == self.sid and frame.finish is not None
+        if mine and not any(isinstance(action, asks.Deliver) and action.finish for action in actions):
+            actions.insert(0, asks.Deliver(frame.choice, [], [], None, frame.finish, None))
+        return actions
+
+
+class Hasty(Requester):
+    """Is complete with the last finish, whether the usage has come or not."""
+
+    def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
+        actions = super().frame(worker, frame, now)
+        if not self.ended and not self._unfinished:
+            self._end(None, actions)
+        return actions
+
+
+class Trusting(Requester):
+    """Does not look whether its message is still stored, as long as nobody has accepted it."""
+
+    def message_state(self, seq: int, stored: bool, now: float) -> list[asks.Action]:
+        return super().message_state(seq, stored or self.accepted_at is None, now)
+
+
+class Patient(Requester):
+    """Waits without end for a request that is gone and that it cannot publish again."""
+
+    def _gone_at(self) -> float:
+        return NEVER
+
+
+class Hopeful(ClaimTable):
+    """Waits for ids, and starts for no digest."""
+
+    def _attach_unstarted(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
+        if attach.ids is not None:
+            super()._attach_unstarted(claim, attach, now, actions)
+        else:
+            actions.append(Send(attach.reply, Wait(claim.rid, claim.id, attach.sid)))
+
+
+class Faithful(ClaimTable):
+    """Goes on for nobody without end."""
+
+    def _lose(self, claim: _Claim, now: float) -> None:
+        claim.lost = True
+
+
+class Discreet(ClaimTable):
+    """Tells of an error only those who are being served when it happens."""
+
+    def _attach(self, claim: _Claim, attach: Attach, now: float, actions: list[Action]) -> None:
+        if claim.error is None:
+            super()._attach(claim, attach, now, actions)
+
+    def _terminals(self, claim: _Claim, actions: list[Action]) -> None:
+        waiting = {reply for reply, each in claim.subscribers.items() if each.awaiting is not None}
+        told: list[Action] = []
+        super()._terminals(claim, told)
+        actions += [each for each in told if not (isinstance(each, Send) and each.reply in waiting)]
+
+
+class ByPosition(History):
+    """Compares positions, not tokens."""
+
+    def match(self, attach: Attach) -> Match:
+        short = any(len(choice.ids) < at for choice, at in zip(self.choices, positions_of(attach), strict=True))
+        return Match.SHORTER if short else Match.EXTENDS
+
+
+class Wordless(History):
+    """Serves a prefix whose text its run has not told yet."""
+
+    def match(self, attach: Attach) -> Match:
+        found = super().match(attach)
+        return Match.EXTENDS if found is Match.UNTOLD else found
+
+
+class Unscored(History):
+    """Serves tokens whose log probabilities were never known here."""
+
+    def match(self, attach: Attach) -> Match:
+        found = super().match(attach)
+        return Match.EXTENDS if found is Match.LACKING else found
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The machines of one world, with every rule or without one."""
+
+    says: str = ""
+    requester: type[Requester] = Requester
+    table: type[ClaimTable] = ClaimTable
+    history: type[History] = History
+    faults: tuple[str, ...] = ()  # where the rule is hardly needed otherwise
+    kills: bool = False  # where it takes a request that kills its workers
+    broker: str = ""  # a rule that the model itself breaks
+
+
+EVERY = Rules()
+WITHOUT = {
+    "sid": Rules("frames are fenced by (sid, claim)", Unfenced),
+    "claim": Rules("a sid is of one claim", FencedBySid),
+    "digest": Rules("attach carries the prefix, and the worker compares it", history=ByPosition),
+    "gone": Rules("publish again only after the broker says that the message is gone", broker="gone"),
+    "body": Rules("whoever attaches reads the body, so it too can publish again", broker="body"),
+    "stray": Rules("a frame of a finished or foreign stream is answered with release", Silent, broker="stray"),
+    "resend": Rules("accepted and terminal frames are repeated until answered", broker="resend"),
+    "poison": Rules("only workers that had answered count as killed", Suspicious, faults=("drain",)),
+    "fallen": Rules("a worker that was left counts as killed, too", Forgiving, kills=True),
+    "seek": Rules("an attach that a known worker does not answer is followed by a broadcast", broker="seek"),
+    "ping": Rules("silence is followed by an attach", broker="ping"),
+    "gap": Rules("an index beyond the position is a gap", Gapless),
+    "repeat": Rules("a finish is delivered once", Repeating),
+    "usage": Rules("a request is complete when its usage has come", Hasty),
+    "vanish": Rules("who waits in the queue looks whether its message is still there", Trusting),
+    "end": Rules("what is gone and cannot be published again ends", Patient, faults=("rdeath", "kill", "stop")),
+    "lost": Rules(
+        "what began with somebody who is gone is generated anew for who comes", table=Hopeful, faults=("rdeath", "kill")
+    ),
+    "grace": Rules("a claim that nobody wants any more ends", table=Faithful),
+    "told": Rules("an error is told to whoever waits or comes later", table=Discreet),
+    "text": Rules("a prefix is served once its text is known", history=Wordless),
+    "scores": Rules("log probabilities that are not known are generated again", history=Unscored),
+}
