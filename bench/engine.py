@@ -169,7 +169,7 @@ def main() -> None:
     info, bench = engine.info, Bench(engine, settings)
     show([("engine", f"{info.device} {info.dtype}, {info.blocks_total} blocks; load {info.load_seconds}")])
     if "steps" in only:
-        show(asyncio.run(steps(bench.fresh(), arguments)))
+        show(asyncio.run(steps(bench.fresh(prefix_cache="off"), arguments)))
     if "pacing" in only:
         show(pacing(bench, arguments.runs))
     if "prefix" in only:
