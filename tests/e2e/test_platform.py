@@ -216,6 +216,30 @@ def test_an_object_store_that_is_down_at_cold_start_is_waited_for(fresh_stack: S
     fresh_stack.idle()
 
 
+def test_without_the_object_store_warm_versions_go_on_and_cold_ones_say_so(tmp_path: Path, tiny_model: Path) -> None:
+    stack = Stack(tmp_path / "data", {"HEADRACE_QUEUE_DEADLINE_S": "4", "HEADRACE_FETCH_RETRY_S": "1"})
+    stack.up("--no-demo")
+    try:
+        for name in ("warm", "cold"):
+            stack.push(str(tiny_model), name)
+        while stack.post(COMPLETIONS, completion("warm", 4, prompt="a")).status_code == 504:
+            pass  # a slow start of the first worker
+        pid = stack.status()["processes"]["objects"]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            cold = stack.post(COMPLETIONS, completion("cold", 4, prompt="a"))
+            assert (cold.status_code, cold.json()["error"]["code"]) == (504, "queue_deadline")
+            for number in range(3):
+                warm = stack.stream(COMPLETIONS, completion("warm", 8, prompt=f"a {number}"))
+                assert warm.done
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: stack.post(COMPLETIONS, completion("cold", 4, prompt="a")).status_code == 200, 60, "a start")
+        stack.idle()
+    finally:
+        ended(stack)
+
+
 def test_a_corrupt_weight_file_is_never_served(fresh_stack: Stack, tiny_model: Path) -> None:
     fresh_stack.push(str(tiny_model), "tiny")
     corrupt_object(fresh_stack, "tiny")

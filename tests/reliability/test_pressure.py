@@ -1,16 +1,20 @@
 """Stores at their limits: a coded answer, and service goes on where it can."""
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from faults.broker import Broker
+from faults.disk import small_disk
 
-from shared import subjects
+from shared import records, subjects
 from shared.bus import Bus
 from shared.settings import Settings
 
-from .conftest import SETTINGS, Site
+from .conftest import SETTINGS, Site, Stream
 
 
 def test_a_full_queue_and_a_full_bucket_are_coded_answers(nats_server: Any, tmp_path: Path) -> None:
@@ -77,3 +81,72 @@ def test_streams_fit_into_what_the_disk_has(nats_server: Any) -> None:
         await bus.close()
 
     asyncio.run(work())
+
+
+def test_a_full_disk_is_a_coded_answer_and_what_runs_goes_on(tmp_path: Path) -> None:
+    limits = {"publish_timeout_s": 2.0, "history_kept_s": 60.0}
+
+    async def work(site: Site, broker: Broker, fill: Any, free: Any) -> None:
+        await site.start()
+        site.first = await site.ingress()
+        await site.one_worker()
+        path, body = site.body("chat", "running", 600)
+        wanted = await site.begin(site.first, (path, body | {"max_tokens": 30}))
+        running = Stream()
+        reading = asyncio.create_task(site.read(running, "POST", site.first.url + path, json=body))
+
+        async def some() -> bool:
+            return len(running.events) > 10
+
+        await site.until(some)
+        fill()
+        url, ask = site.first.url + "/v1/completions", {"model": site.model, "prompt": "w " * 5000, "max_tokens": 2}
+        refused = await site.http.post(url, json=ask)
+        while refused.status_code == 200:  # what the server had room for in its own blocks
+            refused = await site.http.post(url, json=ask)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "bus_unavailable")
+        assert "retry-after" in refused.headers
+        assert not reading.done()
+        await reading
+        assert running.done
+        assert running.error is None
+        assert len(running.tokens) == 600
+        assert running.tokens[:30] == wanted.tokens
+
+        free()
+        server = broker.nodes[
+            0
+        ].child  # it stores nothing more until it is started again, as the supervisor of a stack does
+        server.signal(signal.SIGTERM)
+        await asyncio.to_thread(server.wait)
+        await broker.start()
+
+        async def answered() -> bool:
+            return (await site.http.post(url, json=ask)).status_code == 200
+
+        async def nothing_held() -> bool:
+            lane = subjects.requests_of_lane(site.model, "v", subjects.LANE_FAST)
+            info = await site.bus.consumer_info(subjects.REQ_STREAM, subjects.consumer(subjects.LANE_FAST, lane))
+            lease = await site.bus.kv_get(subjects.WORKERS_BUCKET, site.one.name)
+            if info is None or lease is None:
+                return False
+            return info.num_pending + info.num_ack_pending + records.decode_lease(lease[0]).claims == 0
+
+        await site.until(answered)
+        await site.until(
+            nothing_held
+        )  # what was acked while the disk was full stays stored, and is not delivered again
+
+    try:
+        with small_disk(tmp_path / "disk", 48) as disk:
+            broker = Broker(tmp_path, store=disk.path / "jetstream")
+            broker.start_and_wait()
+            site = Site(broker.client_url, tmp_path, "disk", "sim:fixed-10ms", SETTINGS | limits)
+            try:
+                site.run(work(site, broker, disk.fill, disk.free))
+            finally:
+                site.run(site.stop())
+                site.runner.close()
+                broker.kill()
+    except PermissionError as error:
+        pytest.skip(f"no small disk can be mounted here: {error}")
