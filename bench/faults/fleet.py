@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import time
@@ -18,12 +19,13 @@ from controller import registry
 from faults.broker import Broker, formed
 from faults.processes import Child, environment, own, reap_strangers, wait_gone
 from faults.proxy import Proxy
-from headrace.stack import ports
+from headrace.stack import ports, servers
 from shared import lifeline, records, subjects
 from shared.bus import Bus
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, Lease, VersionLimits
 from shared.settings import Settings, to_environment
+from workers.engine.load import SIMULATED
 
 MODEL, VERSION = "mill", "v1"
 CONSUMER = subjects.consumer(subjects.LANE_FAST, subjects.requests_of_lane(MODEL, VERSION, subjects.LANE_FAST))
@@ -47,7 +49,10 @@ class Held(msgspec.Struct):
 
 
 class Fleet:
-    """One model version on `workers` workers behind `ingresses` ingresses. Use it as an async context."""
+    """One model version on `workers` workers behind `ingresses` ingresses. Use it as an async context.
+
+    A `source` that is a directory is served from an object store of the fleet's own.
+    """
 
     def __init__(
         self,
@@ -67,7 +72,9 @@ class Fleet:
         self.broker = Broker(directory, nodes, store)
         self._lifeline, self._lifeline_write = os.pipe()
         os.set_inheritable(self._lifeline, True)
+        self.objects = None if source.startswith(SIMULATED) else Objects(directory)
         self.settings = Settings(
+            **({} if self.objects is None else self.objects.settings),
             nats_url=self.broker.client_url,
             nats_replicas=nodes,
             data_dir=str(directory / "data"),
@@ -93,6 +100,8 @@ class Fleet:
         await formed(self.settings)
         self.bus = await Bus.connect(replace(self.settings, publish_timeout_s=30.0), "faults")
         await self.bus.watch(subjects.WORKERS_BUCKET, self._on_lease)
+        if self.objects is not None:
+            await self.objects.start()
         self.controller.start()
         self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         self.ingresses = [self._ingress(number) for number in range(len(self.urls))]
@@ -103,7 +112,7 @@ class Fleet:
             self.bus, ObjectStore(self.settings), self.source, MODEL, VERSION, engine=self.engine, limits=limits
         )
         self._keeping = asyncio.create_task(self._keep())
-        await self.until(lambda: len(self.active()) >= self.size, 30, "all workers to be active")
+        await self.all_active()
         for number in range(len(self.urls)):
             await self.ready(number)
         return self
@@ -121,6 +130,8 @@ class Fleet:
             if proxy is not None:
                 await proxy.close()
         self.broker.kill()
+        if self.objects is not None:
+            self.objects.kill()
         left = await asyncio.to_thread(wait_gone, pids, 10.0)
         assert not left, f"workers {left} outlived their lifeline"
         os.close(self._lifeline)
@@ -157,6 +168,11 @@ class Fleet:
         """Workers that claim now, by their leases and their processes, in the order of their ids."""
         found = [lease for lease in self.leases.values() if lease.state == "active" and _lives(lease)]
         return sorted(found, key=lambda lease: lease.worker)
+
+    async def all_active(self) -> None:
+        """Wait until every worker claims: seconds where a real model has to be loaded."""
+        budget_s = 30 if self.objects is None else 120
+        await self.until(lambda: len(self.active()) >= self.size, budget_s, "all workers to be active")
 
     def members(self) -> dict[str, int]:
         """Name and pid of every process that runs."""
@@ -241,6 +257,31 @@ class Fleet:
 
     async def worker_counters(self) -> list[dict[str, float]]:
         return [await scrape(f"http://127.0.0.1:{lease.metrics_port}") for lease in self.active()]
+
+
+class Objects:
+    """An object store that lives as long as its fleet."""
+
+    def __init__(self, directory: Path) -> None:
+        chosen = servers.ObjectPorts(*ports.free_ports(5))
+        access_key, secret_key = secrets.token_hex(10), secrets.token_hex(20)
+        server = servers.objects(directory / "objects", chosen, access_key, secret_key)
+        self.settings = {"s3_endpoint": server.url, "s3_access_key": access_key, "s3_secret_key": secret_key}
+        env = servers.environment(server, os.environ)
+        self._child = Child("objects", server.argv, directory, env, tied=True, directory=Path(server.directory))
+        self._url, self._sockets = server.url, servers.object_sockets(chosen)
+
+    async def start(self) -> None:
+        self._child.start()
+        deadline = time.monotonic() + 30
+        while not await servers.s3_ready(self._url):
+            assert time.monotonic() < deadline, f"the object store does not answer: {self._child.log}"
+            await asyncio.sleep(0.05)
+
+    def kill(self) -> None:
+        self._child.kill()
+        for socket_path in self._sockets:
+            socket_path.unlink(missing_ok=True)
 
 
 async def scrape(url: str) -> dict[str, float]:

@@ -92,7 +92,7 @@ class Load:
     async def _client(self, session: aiohttp.ClientSession, dice: random.Random) -> None:
         while not self._stopping.is_set():
             question = dice.choice(self._questions)
-            tokens = dice.randint(*self._tokens)
+            tokens = question.length or dice.randint(*self._tokens)
             stream = dice.random() >= self._plain_share
             leave_after = self._leaving(dice, tokens) if dice.random() < self._cancel_share else None
             record = Record(

@@ -26,13 +26,15 @@ class Child:
         env: Mapping[str, str] = os.environ,
         pass_fds: tuple[int, ...] = (),
         tied: bool = False,
+        directory: Path = REPOSITORY,
     ) -> None:
-        """`tied`: it knows no lifeline, so the kernel ends it with this process."""
+        """`tied`: it knows no lifeline, so the kernel ends it with this process. `directory`: where it runs."""
         self.name, self.argv = name, argv
         self.log = logs / f"{name}.log"
         self._env = dict(env)
         self._pass_fds = pass_fds
         self._tied = tied
+        self._directory = directory
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -49,7 +51,7 @@ class Child:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 self.argv,
-                cwd=REPOSITORY,
+                cwd=self._directory,
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -18,6 +18,7 @@ from faults.schedule import Fault, Injector
 from shared import subjects
 
 QUESTIONS = 300
+MODEL_QUESTIONS = 20
 WARM_S = 120.0  # memory is measured after it
 SAMPLE_S = 5.0
 GROWTH_MAX = 0.01  # of resident memory, a minute
@@ -43,6 +44,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     books: bool = False  # no process dies, so that the counters of ingresses and workers must agree
     settle_s: float = 40.0
     settings: dict[str, Any] = {}
+    real: bool = False  # asks the real model
 
 
 BROKER_CODES = {"failed:bus_unavailable"}
@@ -57,6 +59,15 @@ SCENARIOS = {
         Scenario(name="controller", kinds=["kill_controller", "kill_worker"], every_s=0.75),
         Scenario(name="cluster", kinds=["kill_leader"], every_s=6.0, nodes=3, allowed=BROKER_CODES),
         Scenario(name="stop", kinds=["stop_worker"], every_s=6.0),
+        Scenario(
+            name="model",
+            kinds=["kill_worker_of_all"],
+            every_s=4.0,
+            clients=6,
+            workers=2,
+            settings={"torch_threads": corpus.MODEL_THREADS},
+            real=True,
+        ),
         Scenario(name="cancels", kinds=[], cancel_share=0.9, plain_share=0.0, clients=64, books=True),
         Scenario(name="load", kinds=[], cancel_share=0.1, books=True),
         Scenario(
@@ -103,9 +114,20 @@ SCENARIOS = {
 }
 
 
-async def play(scenario: Scenario, seed: int, faults: int, seconds: float, cancels: int = 0) -> Report:
-    """Run a scenario: `faults` of them under load, or `seconds` of load, or until `cancels` clients have left."""
-    questions = await corpus.make(seed, QUESTIONS)
+async def play(
+    scenario: Scenario, seed: int, faults: int, seconds: float, cancels: int = 0, model: Path | None = None
+) -> Report:
+    """Run a scenario: `faults` of them under load, or `seconds` of load, or until `cancels` clients have left.
+
+    `model` is the directory of a real one, for the scenario that asks it.
+    """
+    more: dict[str, Any] = {}
+    if scenario.real:
+        assert model is not None, f"the scenario {scenario.name} needs the directory of a model"
+        questions = await corpus.of_model(seed, model, MODEL_QUESTIONS)
+        more = {"source": str(model), "engine": corpus.MODEL_ENGINE}
+    else:
+        questions = await corpus.make(seed, QUESTIONS)
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as directory:
         async with Fleet(
             Path(directory),
@@ -113,6 +135,7 @@ async def play(scenario: Scenario, seed: int, faults: int, seconds: float, cance
             ingresses=scenario.ingresses,
             nodes=scenario.nodes,
             shared_port=scenario.shared_port,
+            **more,
             **scenario.settings,
         ) as fleet:
             return await _play(fleet, scenario, seed, faults, seconds, cancels, questions)

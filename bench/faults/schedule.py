@@ -93,6 +93,11 @@ class Injector:
             os.kill(pid, signal.SIGKILL)
         self._note("kill_worker", worker)
 
+    async def _kill_worker_of_all(self, pick: int) -> None:
+        """Only when the one that was killed before has been replaced: for workers that take long to start."""
+        await self._fleet.all_active()
+        await self._kill_worker(pick)
+
     async def _term_worker(self, pick: int) -> None:
         worker, pid = await self._victim(pick)
         with contextlib.suppress(ProcessLookupError):
