@@ -64,6 +64,29 @@ def test_ingresses_and_workers_are_replaced_under_load_without_an_error(site: Si
     site.run(work())
 
 
+def test_readiness_drops_first_and_what_comes_within_the_linger_is_served(site: Site) -> None:
+    async def work() -> None:
+        old = await site.ingress(drain_linger_s=2.0)
+        path, body = site.body("chat", "first", 60)
+        streaming = asyncio.create_task(site.begin(old, (path, body)))
+
+        async def not_ready() -> bool:
+            return (await site.http.get(old.url + "/readyz")).status_code == 503
+
+        assert not await not_ready()
+        old.terminate()
+        await site.until(not_ready)
+        assert old.lives
+        late = await site.begin(old, (path, body))  # of a client that has not noticed yet
+        assert late.headers["connection"] == "close"
+        assert late.done
+        assert (await streaming).done
+        assert await asyncio.to_thread(old.popen.wait) == 0
+        await site.idle()
+
+    site.run(work())
+
+
 def test_a_stream_that_outlasts_the_drain_is_resumed_and_a_key_is_kept(site: Site) -> None:
     async def work() -> None:
         old = await site.ingress(drain_budget_s=0.6, drain_linger_s=0.1)

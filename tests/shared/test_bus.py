@@ -238,6 +238,25 @@ def test_pulls_go_on_after_expiry_restart_and_a_consumer_that_comes_late(nats_se
     with_bus(Settings(nats_url=nats_server.url, pull_expires_s=1.0, publish_timeout_s=15), work)
 
 
+def test_pulls_go_on_in_a_client_that_replaces_one_closed_for_good(nats_server: Any) -> None:
+    async def work(bus: Bus) -> None:
+        name = await bus.ensure_consumer("m", "v", "fast")
+        taken: list[bytes] = []
+        puller = Puller(bus, subjects.REQ_STREAM, name, lambda: 2, lambda message: taken.append(message.data))
+        await puller.start()
+        subject = subjects.request("m", "v", "fast", "t")
+        await bus.publish_durable(subject, b"1", headers("r1"))
+        await until(lambda: taken == [b"1"])
+        client = bus._client
+        await client.publish("x", b"a" * (client.max_payload - 10), headers={"h": "b" * 200})
+        await until(lambda: bus._client is not client and bus.connected)
+        await bus.publish_durable(subject, b"2", headers("r2"))
+        await until(lambda: taken == [b"1", b"2"])
+        await puller.stop()
+
+    with_bus(Settings(nats_url=nats_server.url, publish_timeout_s=15), work)
+
+
 def test_a_stopped_puller_swallows_no_message(nats_server: Any) -> None:
     async def work(bus: Bus) -> None:
         name = await bus.ensure_consumer("m", "v", "fast")
