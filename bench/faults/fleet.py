@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -64,9 +65,13 @@ class Fleet:
         engine: EngineSettings | None = None,
         store: Path | None = None,
         shared_port: bool = False,
+        proxied: bool = False,
         **overrides: Any,
     ) -> None:
-        """`shared_port`: all ingresses listen on one port, and a new one is up before an old one drains."""
+        """`shared_port`: all ingresses listen on one port, and a new one is up before an old one drains.
+
+        `proxied`: each ingress has a way of its own to the (one) server, that can be cut.
+        """
         self.source, self.size = source, workers
         self.engine = engine or EngineSettings()
         self.broker = Broker(directory, nodes, store)
@@ -85,7 +90,9 @@ class Fleet:
         self.directory = directory
         self.ingresses: list[Child] = []
         self.urls: list[str] = []
-        self.proxies: list[Proxy | None] = [None] * ingresses
+        server = urlsplit(self.broker.client_url)
+        ways = ingresses if proxied else 0
+        self.proxies = [Proxy((server.hostname or "", server.port or 0)) for _ in range(ways)]
         self.controller = self._child("controller", "controller.main", self.settings)
         self.leases: dict[str, Lease] = {}
         self.bus: Bus
@@ -103,6 +110,8 @@ class Fleet:
         if self.objects is not None:
             await self.objects.start()
         self.controller.start()
+        for proxy in self.proxies:
+            await proxy.start()
         self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         self.ingresses = [self._ingress(number) for number in range(len(self.urls))]
         for ingress in self.ingresses:
@@ -127,8 +136,7 @@ class Fleet:
         for child in [*self.ingresses, self.controller]:
             child.kill()
         for proxy in self.proxies:
-            if proxy is not None:
-                await proxy.close()
+            await proxy.close()
         self.broker.kill()
         if self.objects is not None:
             self.objects.kill()
@@ -143,6 +151,8 @@ class Fleet:
 
     def _ingress(self, number: int) -> Child:
         settings = replace(self.settings, http_port=self._ports[number])
+        if self.proxies:
+            settings = replace(settings, nats_url=f"nats://127.0.0.1:{self.proxies[number].port}")
         self._generation += 1
         return self._child(f"ingress-{self._generation}", "headrace", settings, "ingress")
 

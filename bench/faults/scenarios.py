@@ -38,6 +38,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     come_back: bool = False  # clients whose connection breaks go on with their request
     allowed: set[str] = set()
     shared_port: bool = False
+    proxied: bool = False  # ingresses reach NATS by ways that can be cut
     unrefused: bool = False  # no connection may be refused either
     workers: int = 4
     stopped_s: float = schedule.STOPPED_S
@@ -59,6 +60,7 @@ SCENARIOS = {
         Scenario(name="controller", kinds=["kill_controller", "kill_worker"], every_s=0.75),
         Scenario(name="cluster", kinds=["kill_leader"], every_s=6.0, nodes=3, allowed=BROKER_CODES),
         Scenario(name="stop", kinds=["stop_worker"], every_s=6.0),
+        Scenario(name="cut", kinds=["cut_ingress"], every_s=6.0, proxied=True, allowed=BROKER_CODES),
         Scenario(
             name="model",
             kinds=["kill_worker_of_all"],
@@ -135,6 +137,7 @@ async def play(
             ingresses=scenario.ingresses,
             nodes=scenario.nodes,
             shared_port=scenario.shared_port,
+            proxied=scenario.proxied,
             **more,
             **scenario.settings,
         ) as fleet:

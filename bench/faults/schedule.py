@@ -126,6 +126,21 @@ class Injector:
         await self._fleet.ready(number)
         note.end = time.monotonic()
 
+    async def _cut_ingress(self, pick: int) -> None:
+        """An ingress loses its way to the server: nothing goes through and nobody is told, or its connections are closed."""
+        number = pick % len(self._fleet.proxies)
+        proxy, note = self._fleet.proxies[number], self._note("cut_ingress", self._fleet.ingresses[number].name)
+        if pick // len(self._fleet.proxies) % 2:
+            proxy.stall()
+            await asyncio.sleep(CUT_S)
+            proxy.restore()
+        else:
+            await proxy.sever()
+            await asyncio.sleep(CUT_S)
+            await proxy.start()
+        await self._fleet.ready(number)
+        note.end = time.monotonic()
+
     async def _replace_ingress(self, pick: int) -> None:
         number = pick % len(self._fleet.ingresses)
         note = self._note("replace_ingress", self._fleet.ingresses[number].name)
