@@ -22,6 +22,7 @@ from shared.errors import (
     Cancelled,
     HeadraceError,
     Internal,
+    QueueDeadline,
     QueueFull,
     StreamGone,
     TooLarge,
@@ -87,6 +88,7 @@ class Dispatcher:
         self._outgoing_wake = asyncio.Event()
         self._heard: dict[tuple[str, str], float] = {}
         self._refused: dict[tuple[str, str], HeadraceError] = {}  # versions out of service
+        self._obstacles: dict[tuple[str, str], str] = {}  # versions whose workers do not start, for now
         self._background: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -227,15 +229,19 @@ class Dispatcher:
     def version_changed(self, version: Version) -> None:
         """A version that is out of service takes no more requests: those that wait for it end with the reason."""
         name = f"{version.model}@{version.version}"
+        self._obstacles.pop((version.model, version.version), None)
         if version.state == "failed":
             self._refuse(version.model, version.version, VersionFailed(f"{name} cannot be served: {version.reason}"))
         elif version.state == "retired":
             self._refuse(version.model, version.version, VersionRetired(f"{name} was taken out of service"))
         else:
             self._refused.pop((version.model, version.version), None)
+            if version.reason:
+                self._obstacles[version.model, version.version] = version.reason
 
     def version_removed(self, model: str, version: str) -> None:
         """There is no such version any more."""
+        self._obstacles.pop((model, version), None)
         self._refuse(model, version, VersionNotFound(f"{model}@{version} was removed"))
 
     def _refuse(self, model: str, version: str, error: HeadraceError) -> None:
@@ -333,7 +339,7 @@ class Dispatcher:
                 case SendRelease():
                     self._release(action)
                 case End():
-                    stream.end(action.error)
+                    stream.end(self._explained(stream, action.error))
                     self._count_end(stream)
                     self._forget(stream)
                 case Nak():
@@ -347,6 +353,13 @@ class Dispatcher:
                     self._do(self._bus.delete_message(subjects.REQ_STREAM, action.seq))
                 case DeadLetter():
                     self._do(self._dead_letter(stream, action.reason))
+
+    def _explained(self, stream: Stream, error: HeadraceError | None) -> HeadraceError | None:
+        """Why no worker came, where that is known."""
+        obstacle = self._obstacles.get((stream.model, stream.version))
+        if obstacle is None or not isinstance(error, QueueDeadline):
+            return error
+        return QueueDeadline(f"{error.message}; the last one that was started failed: {obstacle}")
 
     def _count_published(self, stream: Stream) -> None:
         stream.counted = True

@@ -217,7 +217,8 @@ def test_an_object_store_that_is_down_at_cold_start_is_waited_for(fresh_stack: S
 
 
 def test_without_the_object_store_warm_versions_go_on_and_cold_ones_say_so(tmp_path: Path, tiny_model: Path) -> None:
-    stack = Stack(tmp_path / "data", {"HEADRACE_QUEUE_DEADLINE_S": "4", "HEADRACE_FETCH_RETRY_S": "1"})
+    short = {"QUEUE_DEADLINE_S": "4", "FETCH_RETRY_S": "1", "START_BACKOFF_MAX_S": "1"}
+    stack = Stack(tmp_path / "data", {f"HEADRACE_{name}": value for name, value in short.items()})
     stack.up("--no-demo")
     try:
         for name in ("warm", "cold"):

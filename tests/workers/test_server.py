@@ -161,6 +161,21 @@ def test_both_clocks(run_fleet: RunFleet) -> None:
     run_fleet(work, source="sim:fixed-20ms", queue_deadline_s=0.5, generation_deadline_s=1.0)
 
 
+def test_the_queue_deadline_says_why_no_worker_came(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        version = Version(model="m", version="v", state="available", source="s3", reason="the store is away")
+        fleet.dispatcher.version_changed(version)
+        with pytest.raises(QueueDeadline, match="the store is away"):
+            await read(await fleet.submit())
+        fleet.dispatcher.version_changed(msgspec.structs.replace(version, reason=""))
+        with pytest.raises(QueueDeadline) as error:
+            await read(await fleet.submit())
+        assert "failed" not in error.value.message
+        await fleet.idle()
+
+    run_fleet(work, queue_deadline_s=0.3)
+
+
 def test_a_failed_version_ends_what_waits_for_it(run_fleet: RunFleet) -> None:
     async def work(fleet: Fleet) -> None:
         stream = await fleet.submit()
