@@ -112,6 +112,14 @@ def test_a_queued_message_that_vanished_is_published_again() -> None:
     assert asks.seq == 9
 
 
+def test_who_waits_in_the_queue_looks_for_its_message_after_a_reconnect() -> None:
+    asks = requester()
+    asks.published(5, 0.0)
+    asks.reconnected(1.0)  # an accepted may have been lost
+    assert asks.tick(1.0 + asks.limits.ack_wait_s - 0.01) == []
+    assert asks.tick(1.0 + asks.limits.ack_wait_s) == [CheckMessage(5)]
+
+
 def test_who_takes_over_broadcasts_at_once_with_its_ids_or_a_digest() -> None:
     asks = requester(publisher=False, seq=5, known=Known(ids=[[1, 2]]))
     assert asks.next_tick() == 0.0
