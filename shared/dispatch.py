@@ -78,6 +78,7 @@ class Dispatcher:
 
     def __init__(self, bus: Bus, settings: Settings, owner: str = subjects.INGRESS_OWNER) -> None:
         self._bus, self._settings, self._owner = bus, settings, owner
+        self.unread_tokens_max = settings.unread_tokens_max
         self._homes = [_Home(subjects.frame_address(owner, wire.new_id()))]
         self.address = self._homes[0].address
         self._control = f"{bus.inbox}_ctl"

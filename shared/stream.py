@@ -10,7 +10,7 @@ import msgspec
 
 from shared import wire
 from shared.actions import Deliver
-from shared.errors import HeadraceError
+from shared.errors import Cancelled, HeadraceError
 
 if TYPE_CHECKING:
     from shared.dispatch import Dispatcher
@@ -76,6 +76,7 @@ class Stream:
         self._dispatcher = dispatcher
         self._left = False
         self._deltas: deque[Delta] = deque()
+        self._unread = 0  # tokens in `_deltas`, and the alternatives that their log probabilities name
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -114,6 +115,7 @@ class Stream:
         if self._deltas:
             deltas = list(self._deltas)
             self._deltas.clear()
+            self._unread = 0
             return deltas
         if self._error is not None:
             raise self._error
@@ -143,12 +145,26 @@ class Stream:
         else:
             self._deltas.extend(deltas_of(part))
         self._wake()
+        self._unread += len(part.ids)
+        if part.logprobs is not None:
+            self._unread += sum(len(each.top) for each in part.logprobs)
+        if self._unread > self._dispatcher.unread_tokens_max:
+            asyncio.get_running_loop().call_soon(self._give_up)  # behind its reader, who may be about to take it all
 
     def end(self, error: HeadraceError | None) -> None:
         self.ended, self._error = True, error
         if self.recorder is not None:
             self.recorder.end(error)
         self._wake()
+
+    def _give_up(self) -> None:
+        """End the request if its reader is too slow for what it asked for."""
+        unread = self._unread
+        if unread > self._dispatcher.unread_tokens_max and not self.ended:
+            self.cancel()
+            self._deltas.clear()
+            self._unread = 0
+            self._error = Cancelled(f"the client left {unread} tokens and alternatives unread, which is over the limit")
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

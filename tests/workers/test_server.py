@@ -116,6 +116,23 @@ def test_cancel_frees_everything(run_fleet: RunFleet) -> None:
     run_fleet(work, source="sim:fixed-20ms")
 
 
+def test_a_stream_that_nobody_reads_is_ended_at_its_limit(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        unread = [await fleet.submit(f"p {number}", max_tokens=5000, logprobs=5 * number) for number in range(2)]
+        read_all = asyncio.create_task(read(await fleet.submit(max_tokens=150)))
+        await until(lambda: all(stream.ended for stream in unread))
+        for stream in unread:
+            with pytest.raises(HeadraceError, match=r"left \d+ tokens and alternatives unread") as error:
+                await stream.next()
+            assert error.value.code == "cancelled"
+        assert unread[1].requester._choices[0].next < 20  # five alternatives of each token count, too
+        assert len(await read_all) == 150
+        await fleet.idle()
+
+    run_fleet(work, source="sim:fixed-10ms", unread_tokens_max=100)
+
+
 def test_cancel_in_the_queue_removes_the_message(run_fleet: RunFleet) -> None:
     async def work(fleet: Fleet) -> None:
         stream = await fleet.submit()
