@@ -12,6 +12,8 @@ SLACK_S = 0.3  # a pause may begin a little before its fault: the last tokens we
 AFTERMATH_S = 8.0  # an election, the expiry of an ack
 OTHER = "no fault"
 
+SPARE_MAX = 4.0  # tokens a cancel: what is on its way to the client, and one step of up to two choices
+
 
 class Report(msgspec.Struct, kw_only=True):
     """One scenario's account. `problems` empty: everything is as promised."""
@@ -123,6 +125,8 @@ def check_books(report: Report, ingresses: list[dict[str, float]], workers: list
         report.problems.append(f"ingresses completed {ended['completed']}, workers {claims['completed']}")
     left = report.outcomes.get("cancelled", 0)
     if left and report.read_all:
-        spare = total(workers, "vllm:generation_tokens_total") - report.tokens
-        report.notes.append(f"{spare / left:.1f} tokens a cancel were generated and not read")
+        spare = (total(workers, "vllm:generation_tokens_total") - report.tokens) / left
+        report.notes.append(f"{spare:.1f} tokens a cancel were generated and not read")
+        if spare > SPARE_MAX:
+            report.problems.append(f"work went on after cancels: {spare:.1f} tokens each")
     return f"books: {published} published = {ended}, {withdrawn} withdrawn; workers: {claims}"
