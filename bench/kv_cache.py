@@ -1,10 +1,10 @@
-"""What keys and values in 8 bits cost: accuracy against the model's own type, and time a step.
+"""What keys and values, or weights, in 8 bits cost: accuracy against the model's own type, and time a step.
 
-    python bench/kv_cache.py DIRECTORY [--dtype bfloat16] [--kv-dtype int8] [--kernels auto] [--batches 1,8,32]
+    python bench/kv_cache.py DIRECTORY [--dtype bfloat16] [--set kv_dtype=int8] [--kernels auto] [--batches 1,8,32]
 
-Both engines are in one process and take turns. Accuracy: each prompt is continued greedily by the engine whose cache has the
-model's type; both then score that text, token by token. The noise floor is the same engine with a cache of the model's type
-that computes the text in small chunks: in bf16 that alone changes logits.
+Both engines are in one process and take turns; one has the setting. Accuracy: each prompt is continued greedily by the engine
+that has all in the model's type; both then score that text, token by token. The noise floor is that engine again, computing
+the text in small chunks: in plain torch that alone changes logits in bf16.
 """
 
 import argparse
@@ -105,9 +105,8 @@ async def run(arguments: argparse.Namespace) -> None:
         base = {"dtype": arguments.dtype, "kernels": arguments.kernels, "max_model_len": 2048}
         return load_engine("s3", Path(arguments.directory), EngineSettings(**base | settings), arguments.threads)  # type: ignore[arg-type]
 
-    own, small, noisy = (
-        Driver(engine(**more)) for more in ({}, {"kv_dtype": arguments.kv_dtype}, {"prefill_chunk": 7})
-    )
+    name, _, value = arguments.set.partition("=")
+    own, small, noisy = (Driver(engine(**more)) for more in ({}, {name: value}, {"prefill_chunk": 7}))
     for driver in (own, small):
         info = driver.engine.info
         print(f"{info.device} {info.dtype}: {info.blocks_total} blocks")
@@ -118,7 +117,7 @@ async def run(arguments: argparse.Namespace) -> None:
     starts = [len(prompt) for prompt in prompts]
     reference = await own.scores(texts)
     compare("noise", reference, await noisy.scores(texts), starts)
-    compare(arguments.kv_dtype, reference, await small.scores(texts), starts)
+    compare(arguments.set, reference, await small.scores(texts), starts)
     others = await small.generated(prompts)
     same = [
         next(
@@ -143,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", help="of a model")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-dtype", default="int8")
+    parser.add_argument("--set", metavar="NAME=VALUE", default="kv_dtype=int8")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--context", type=int, default=500, help="tokens")

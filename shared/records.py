@@ -31,6 +31,7 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     engine: str = "headrace"  # headrace | vllm: another engine behind the same protocol, an optional extra
     tensor_parallel: int = 1  # GPUs that share the model; more than one with engine=vllm only
     kv_dtype: str = "auto"  # of keys and values: auto (the model's) | int8 | fp8 (on a GPU)
+    weights: str = "auto"  # auto (in the model's type) | int8 (on a CPU, by our own kernels)
     kernels: str = "auto"  # on a CPU: auto (our own where they fit) | torch
     attention: str = "auto"  # on a GPU: auto | triton | varlen | torch
 

@@ -22,6 +22,7 @@ from workers.engine.native.runner import NativeRunner, UpgradingRunner
 from workers.engine.sampler import Sampler
 
 KERNELS = ("auto", "torch")
+INT8_NEEDED = build.CPU_NEEDED | {"avx512_vnni"}
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,36 @@ def cpu_devices(
     """What can serve the model here, the best first; each is constructed like PlainDevice. Raises LoadRefused."""
     if settings.kernels not in KERNELS:
         raise LoadRefused(f"kernels is {' or '.join(KERNELS)}; not {settings.kernels!r}")
+    if settings.weights == "int8":
+        return [_int8_device(model, shapes, settings, dtype)]
     if settings.kernels == "torch" or not _instructions_for(dtype) or not llama.supported(model, shapes):
         return [TorchDevice]
     if build.find() is not None:
         return [NativeDevice, TorchDevice]
     return [CompilingDevice, TorchDevice] if build.can_build() else [TorchDevice]
+
+
+def _int8_device(model: Any, shapes: list[LayerShape], settings: EngineSettings, dtype: torch.dtype) -> type[Device]:
+    """Has the kernels compiled before anything is served: plain torch would serve other weights. Raises LoadRefused."""
+    type_name = str(dtype).removeprefix("torch.")
+    missing = (INT8_NEEDED | ({"avx512_bf16"} if dtype == torch.bfloat16 else set())) - build.cpu_flags()
+    reason = None
+    if settings.kernels == "torch":
+        reason = "kernels=torch does without them"
+    elif dtype not in (torch.float32, torch.bfloat16):
+        reason = f"they do not compute in {type_name}"
+    elif not llama.supported(model, shapes):
+        reason = f"they do not compute this {type(model).__name__}"
+    elif missing:
+        reason = f"in {type_name} they need {', '.join(sorted(missing))}, which this CPU does not have"
+    elif build.find() is None:
+        try:
+            build.build()
+        except build.CannotBuild as error:
+            reason = str(error)
+    if reason is not None:
+        raise LoadRefused(f"weights=int8 is served by our own CPU kernels only: {reason}")
+    return NativeDevice
 
 
 def _instructions_for(dtype: torch.dtype) -> bool:
@@ -63,7 +89,8 @@ class NativeDevice(PlainDevice):
         self._model = model
         path = build.find()
         assert path is not None
-        self._native = native_runner(Library(path), model, shapes, sampler, self._dtype, self._tokens_max)
+        int8 = self._settings.weights == "int8"
+        self._native = native_runner(Library(path), model, shapes, sampler, self._dtype, self._tokens_max, int8)
         self.runner = self._native
 
     def attach(self, blocks: int) -> None:
@@ -94,7 +121,7 @@ class CompilingDevice(PlainDevice):
             native = native_runner(library, self._model, self._shapes, self._sampler, self._dtype, self._tokens_max)
             trial = new_caches(self._shapes, gate.BLOCKS, self._dtype, self._device, self._int8)
             native.decoder.attach(trial, self._max_model_len)
-            gate.compare(self._model, native, self._reference, self._dtype, self._settings.kv_dtype)
+            gate.compare(self._model, native, self._reference, self._dtype, self._settings)
             native.decoder.attach(self._caches, self._max_model_len)
         except Exception:  # of a compiler, a linker or the gate: serving goes on
             log.warning("no compiled kernels: plain torch goes on", exc_info=True)
@@ -116,10 +143,11 @@ def native_runner(
     sampler: Sampler,
     dtype: torch.dtype,
     tokens_max: int,
+    int8: bool = False,
 ) -> NativeRunner:
     """Pack a supported model for our kernels; it keeps its own weights."""
     threads = torch.get_num_threads()
-    parts = llama.parts_of(model, shapes, library, threads)
+    parts = llama.parts_of(model, shapes, library, threads, int8)
     decoder = NativeDecoder(library, parts, dtype, tokens_max, threads)
     return NativeRunner(decoder, Packer(tokens_max, torch.device("cpu")), sampler)
 

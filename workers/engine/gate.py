@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shared.records import EngineSettings
 from shared.wire import Sampling
 from workers.engine.attention import NAME, Layer, Variant, attach
 from workers.engine.engine import Runner
@@ -24,6 +25,7 @@ STEP_TOKENS_MAX = max(map(sum, CHUNKS))
 BLOCKS = 6
 BLOCK_TABLES = ([4, 1], [0, 2], [5, 3])  # not contiguous
 ERROR_MAX = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.25}  # relative to the spread of the logits
+WEIGHTS_ERROR_MAX = {"auto": 0.0, "int8": 0.25}  # of weights and activations in 8 bits
 KV_ERROR_MAX = {"auto": 0.0, "int8": 0.25, "fp8": 0.5}  # of keys and values in 8 bits; what is wrong is off by more
 
 
@@ -115,9 +117,9 @@ def reference_logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def compare(model: Any, runner: Runner, reference: torch.Tensor, dtype: torch.dtype, kv_dtype: str = "auto") -> None:
+def compare(model: Any, runner: Runner, reference: torch.Tensor, dtype: torch.dtype, settings: EngineSettings) -> None:
     """Raise LoadRefused unless `runner`, packed, paged and in chunks, computes what the model computes."""
-    error_max = max(ERROR_MAX[dtype], KV_ERROR_MAX[kv_dtype])
+    error_max = max(ERROR_MAX[dtype], KV_ERROR_MAX[settings.kv_dtype], WEIGHTS_ERROR_MAX[settings.weights])
     prompt = prompt_ids(model.get_input_embeddings().num_embeddings)
     sequences = [
         _sequence(slot, prompt[:length], blocks)
@@ -129,6 +131,11 @@ def compare(model: Any, runner: Runner, reference: torch.Tensor, dtype: torch.dt
             logits = runner.forward(plan).float()
     spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
     error = ((logits - reference).norm(dim=-1) / spread).max().item()
+    if not error <= error_max and settings.weights != "auto":
+        raise LoadRefused(
+            f"{_name(model)} with weights={settings.weights} differs from {_name(model)} with its own (relative error"
+            f" {error:.2g}, at most {error_max:.2g} is served)"
+        )
     if not error <= error_max:
         raise LoadRefused(
             f"{_name(model)} computed in a packed batch differs from {_name(model)} alone (relative error {error:.2g},"

@@ -8,6 +8,7 @@ from workers.engine.request import Engine
 
 SIMULATED = "sim:"
 ENGINES = ("headrace", "vllm")
+WEIGHTS = ("auto", "int8")
 
 
 class LoadRefused(Exception):
@@ -36,6 +37,8 @@ def load_engine(source: str, directory: Path | None, settings: EngineSettings, t
     """
     if settings.engine not in ENGINES:
         raise LoadRefused(f"engine is one of {', '.join(ENGINES)}; not {settings.engine!r}")
+    if settings.weights not in WEIGHTS:
+        raise LoadRefused(f"weights is one of {', '.join(WEIGHTS)}; not {settings.weights!r}")
     for name in ("max_model_len", "slots", "kv_blocks", "prefill_chunk", "tensor_parallel"):
         value = getattr(settings, name)
         if value is not None and value < 1:
@@ -47,6 +50,8 @@ def load_engine(source: str, directory: Path | None, settings: EngineSettings, t
     if directory is None:
         raise LoadRefused(f"the source {source!r} needs the directory of its files")
     if settings.engine == "vllm":
+        if settings.weights != "auto":
+            raise LoadRefused(f"weights={settings.weights} is for our own engine on a CPU, not for engine=vllm")
         from workers.engine.vllm_load import load_vllm
 
         return load_vllm(directory, settings)

@@ -141,6 +141,10 @@ def _device_sides(
     device: torch.device, model: Any, shapes: list[gate.LayerShape], settings: EngineSettings, dtype: torch.dtype
 ) -> Sequence[Callable[..., Device]]:
     """What can serve the model on the device, the best first."""
+    if device.type != "cpu" and settings.weights != "auto":
+        raise LoadRefused(
+            f"weights={settings.weights} is served by our own CPU kernels only: the device is a {device.type}"
+        )
     if device.type == "cuda":
         from workers.engine.device_cuda import cuda_devices
 
@@ -163,7 +167,7 @@ def _fitting_side(
         with phases("check"):
             side.attach(gate.BLOCKS)
             try:
-                gate.compare(model, side.runner, reference, dtype, settings.kv_dtype)
+                gate.compare(model, side.runner, reference, dtype, settings)
             except LoadRefused as refused:
                 if index == len(sides) - 1:
                     raise

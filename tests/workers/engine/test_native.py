@@ -1,92 +1,20 @@
 """Our own CPU kernels: the models' own logits, whatever the sizes, and bit for bit the same whatever is beside a sequence."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from native_world import CPU, DTYPES, LENGTH, MODELS, Served, needs_vnni
 from tiny_models import save_tiny_model
 
-from shared.wire import Sampling
-from workers.engine import attention, gate
-from workers.engine.batch import Packer
-from workers.engine.blocks import BLOCK_TOKENS, blocks_for
-from workers.engine.device import new_caches
-from workers.engine.device_cpu import _instructions_for
+from workers.engine import gate
+from workers.engine.blocks import BLOCK_TOKENS
 from workers.engine.kv_int8 import Quantised
-from workers.engine.native import build, llama
-from workers.engine.native.decoder import BlockTables, NativeDecoder
-from workers.engine.native.library import Library
-from workers.engine.scheduler import Sequence, Slice, StepPlan
+from workers.engine.native import build
+from workers.engine.native.decoder import BlockTables
+from workers.engine.scheduler import Slice, StepPlan
 
-CPU = torch.device("cpu")
-BLOCKS = 60
-LENGTH = 200  # more than three of the runs in which a context is read
-DTYPES = [
-    pytest.param(
-        dtype,
-        id=str(dtype).removeprefix("torch."),
-        marks=pytest.mark.skipif(not _instructions_for(dtype), reason="no kernels for this CPU"),
-    )
-    for dtype in (torch.float32, torch.bfloat16)
-]
 pytestmark = pytest.mark.skipif(not build.can_build(), reason="no C++ compiler")
-# Nothing is a multiple of what the kernels work in: 48 columns, 16 lanes, 2 elements.
-ODD = {"hidden_size": 44, "head_dim": 10, "intermediate_size": 51, "num_key_value_heads": 1, "vocab_size": 301}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "odd sizes": ("llama", ODD),
-    "wide heads": ("llama", {"head_dim": 80}),
-    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "a gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
-    "long rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "mistral": ("mistral", {"sliding_window": 70}),
-}
-
-
-class Served:
-    """A tiny model in our kernels, and what it computes itself."""
-
-    def __init__(self, directory: Path, dtype: torch.dtype, threads: int = 2, int8: bool = False) -> None:
-        from transformers import AutoModelForCausalLM
-
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention.NAME)
-        torch.manual_seed(0)
-        for parameter in model.parameters():  # those that begin as zeros or ones would hide a mistake
-            if parameter.dim() == 1:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        shapes = gate.probe(model, model.config.num_hidden_layers)
-        assert llama.supported(model, shapes)
-        library = Library(build.build())
-        self.model = model
-        self.vocabulary = model.config.vocab_size
-        self.decoder = NativeDecoder(library, llama.parts_of(model, shapes, library, threads), dtype, 800, threads)
-        self.caches = new_caches(shapes, BLOCKS, dtype, CPU, int8)
-        self.decoder.attach(self.caches, 512)
-        self._packer = Packer(800, CPU)
-        self._free = list(range(BLOCKS))[::-2] + list(range(BLOCKS))[::2]
-
-    def sequence(self, length: int, salt: int = 0) -> Sequence:
-        tokens = [(7919 * index + 13 + 101 * salt) % self.vocabulary for index in range(length)]
-        blocks = [self._free.pop() for _ in range(blocks_for(length))]
-        return Sequence("s", "t", 0, Sampling(), tokens, length, length + 1, blocks=blocks)
-
-    @torch.inference_mode()
-    def step(self, *parts: tuple[Sequence, int]) -> torch.Tensor:
-        """Compute that many more tokens of each; the logits after the last of each."""
-        slices = []
-        for sequence, count in parts:
-            slices.append(Slice(sequence, sequence.computed, count, True))
-            sequence.computed += count
-        return self.decoder.logits(self._packer.pack(StepPlan(slices))).clone()
-
-    @torch.inference_mode()
-    def own(self, sequence: Sequence) -> torch.Tensor:
-        """[tokens, vocabulary]: the model's own logits, by its plain attention."""
-        self.model.set_attn_implementation("eager")
-        return self.model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0].float()
 
 
 @pytest.fixture(params=DTYPES)
@@ -109,9 +37,12 @@ def test_the_logits_are_the_models_own(name: str, dtype: torch.dtype, tmp_path: 
             assert error < gate.ERROR_MAX[dtype] / (10 if dtype == torch.float32 else 2), (name, sequence.computed)
 
 
-def test_neither_chunks_nor_neighbours_nor_threads_change_a_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("int8_weights", [False, pytest.param(True, marks=needs_vnni)])
+def test_neither_chunks_nor_neighbours_nor_threads_change_a_bit(
+    dtype: torch.dtype, int8_weights: bool, tmp_path: Path
+) -> None:
     directory = save_tiny_model("mistral", tmp_path, sliding_window=70)
-    served = Served(directory, dtype)
+    served = Served(directory, dtype, int8_weights=int8_weights)
     whole = served.sequence(LENGTH)
     expected = served.step((whole, LENGTH))[0]
     for chunks in ([LENGTH - 1, 1], [64, 64, 64, 8], [33, 70, 96, 1], [1] * LENGTH):
@@ -125,7 +56,7 @@ def test_neither_chunks_nor_neighbours_nor_threads_change_a_bit(dtype: torch.dty
     served.step((again, LENGTH - 1), *((each, 30 + index) for index, each in enumerate(neighbours)))
     logits = served.step(*((each, 1 + index) for index, each in enumerate(neighbours)), (again, 1))[-1]
     assert torch.equal(logits, expected)
-    worlds = [Served(directory, dtype, threads) for threads in (1, 2, 3)]
+    worlds = [Served(directory, dtype, threads, int8_weights=int8_weights) for threads in (1, 2, 3)]
     results = [world.step((world.sequence(77), 77)) for world in worlds]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

@@ -65,8 +65,8 @@ struct Batch {
 constexpr int kHeadDimMax = 512;
 constexpr int kPad = 96;  // elements: whole panels, and whole vectors of both types
 constexpr int kRowsPerTask = 8;
-constexpr int kPhasesPerLayer = 8;
-constexpr int kPhasesBeside = 4;  // embedding, choice of rows, last norm, logits
+constexpr int kPhasesPerLayer = 12;  // four products, each after its rows have been quantised, and four steps between them
+constexpr int kPhasesBeside = 5;     // embedding, choice of rows, last norm, logits and their rows
 
 template <class T>
 struct Rows {
@@ -125,7 +125,9 @@ class TypedDecoder final : public Decoder {
         normed_(tokens_max, model.hidden),
         queries_(tokens_max, model.heads * model.head_dim),
         attended_(tokens_max, model.heads * model.head_dim),
-        inner_(tokens_max, model.intermediate) {
+        inner_(tokens_max, model.intermediate),
+        numbers_(model.head.scales ? tokens_max : 0, std::max({model.hidden, model.heads * model.head_dim, model.intermediate})),
+        groups_(numbers_.data.size() / kGroup) {
     for (int i = 0; i < threads; i++) work_.push_back(std::make_unique<Workspace<T>>(shape_));
   }
 
@@ -160,20 +162,20 @@ class TypedDecoder final : public Decoder {
       attention(batch, layer, member);
       if (index == model_.layers - 1) rows = keep_sampled(batch, member);
       if (rows == 0) return;
-      product(member, attended_[0], attended_.stride, rows, layer.out, adding(layer.out.bias));
+      multiply_rows(member, attended_, rows, layer.out, adding(layer.out.bias));
       feed_forward(layer, rows, member);
     }
     for_rows(member, rows, [&](int row) {
       normalise(stream_[row], model_.final_norm, model_.hidden, model_.epsilon, normed_[row]);
     });
-    product(member, normed_[0], normed_.stride, rows, model_.head, storing(batch.logits, batch.logits_stride, nullptr));
+    multiply_rows(member, normed_, rows, model_.head, storing(batch.logits, batch.logits_stride, nullptr));
   }
 
   void attention(const Batch& batch, const Layer& layer, Member& member) {
     for_rows(member, batch.tokens, [&](int row) {
       normalise(stream_[row], layer.input_norm, model_.hidden, model_.epsilon, normed_[row]);
     });
-    product(member, normed_[0], normed_.stride, batch.tokens, layer.qkv, storing(qkv_[0], qkv_.stride, layer.qkv.bias));
+    multiply_rows(member, normed_, batch.tokens, layer.qkv, storing(qkv_[0], qkv_.stride, layer.qkv.bias));
     for_rows(member, batch.tokens, [&](int row) { place(batch, layer, row); });
     AttentionShape shape = shape_;
     shape.window = layer.window;
@@ -195,33 +197,57 @@ class TypedDecoder final : public Decoder {
     for_rows(member, rows, [&](int row) {
       normalise(stream_[row], layer.attention_norm, model_.hidden, model_.epsilon, normed_[row]);
     });
+    with_input(member, normed_, rows, layer.gate_up, [&](const auto& x) { gate(x, layer.gate_up, rows, member); });
+    multiply_rows(member, inner_, rows, layer.down, adding(layer.down.bias));
+  }
+
+  // Panels of gate and up in turn, each pair by one thread.
+  template <class X>
+  void gate(const X& x, const Matrix& matrix, int rows, Member& member) {
+    using Weight = typename X::Weight;
     const int panels = panels_of(model_.intermediate), groups = (rows + kTaskRows - 1) / kTaskRows;
     member.each(panels * groups, [&](int task, int next) {
       const int panel = task / groups, begin = task % groups * kTaskRows, count = std::min(kTaskRows, rows - begin);
       float gates[kTaskRows * kPanelColumns];
-      const T* from = normed_[begin];
-      const T* up = panel_of<T>(layer.gate_up, 2 * panel + 1);
-      multiply_panel(from, normed_.stride, count, layer.gate_up, 2 * panel, up, [&](int row, auto size, auto& sums) {
+      const X from = x.from(begin);
+      const Weight* up = panel_of<Weight>(matrix, 2 * panel + 1);
+      multiply_panel(from, count, matrix, 2 * panel, up, [&](int row, auto size, auto& sums) {
         for (int t = 0; t < kPanelTiles; t++) {
-          const __m512 more = vector_of(layer.gate_up.bias, 2 * panel * kPanelColumns + t * kLanes);
+          const __m512 more = vector_of(matrix.bias, 2 * panel * kPanelColumns + t * kLanes);
           for (int r = 0; r < size; r++)
             _mm512_storeu_ps(gates + (row + r) * kPanelColumns + t * kLanes,
                              activated(_mm512_add_ps(sums[r][t], more), model_.activation));
         }
       });
-      const T* later = panel_of<T>(layer.gate_up, 2 * (next / groups));
-      multiply_panel(from, normed_.stride, count, layer.gate_up, 2 * panel + 1, later,
-                     [&](int row, auto size, auto& sums) {
-                       for (int t = 0; t < kPanelTiles; t++) {
-                         const __m512 more = vector_of(layer.gate_up.bias, (2 * panel + 1) * kPanelColumns + t * kLanes);
-                         for (int r = 0; r < size; r++)
-                           store(inner_[begin + row + r] + panel * kPanelColumns + t * kLanes,
-                                 _mm512_mul_ps(_mm512_add_ps(sums[r][t], more),
-                                               _mm512_loadu_ps(gates + (row + r) * kPanelColumns + t * kLanes)));
-                       }
-                     });
+      const Weight* later = panel_of<Weight>(matrix, 2 * (next / groups));
+      multiply_panel(from, count, matrix, 2 * panel + 1, later, [&](int row, auto size, auto& sums) {
+        for (int t = 0; t < kPanelTiles; t++) {
+          const __m512 more = vector_of(matrix.bias, (2 * panel + 1) * kPanelColumns + t * kLanes);
+          for (int r = 0; r < size; r++)
+            store(inner_[begin + row + r] + panel * kPanelColumns + t * kLanes,
+                  _mm512_mul_ps(_mm512_add_ps(sums[r][t], more),
+                                _mm512_loadu_ps(gates + (row + r) * kPanelColumns + t * kLanes)));
+        }
+      });
     });
-    product(member, inner_[0], inner_.stride, rows, layer.down, adding(layer.down.bias));
+  }
+
+  template <class Finish>
+  void multiply_rows(Member& member, Rows<T>& rows, int count, const Matrix& matrix, Finish&& finish) {
+    with_input(member, rows, count, matrix, [&](const auto& x) { product(member, x, count, matrix, finish); });
+  }
+
+  // Calls `use` with `count` rows as a product with `matrix` reads them.
+  template <class Use>
+  void with_input(Member& member, Rows<T>& rows, int count, const Matrix& matrix, Use&& use) {
+    if (!matrix.scales) return use(Elements<T>{rows[0], static_cast<size_t>(rows.stride)});
+#ifdef __AVX512VNNI__
+    const size_t stride = rows.stride;
+    for_rows(member, count, [&](int row) {
+      quantise_groups(rows[row], matrix.inputs, numbers_[0] + row * stride, &groups_[row * (stride / kGroup)]);
+    });
+    use(Numbers{numbers_[0], stride, groups_.data()});
+#endif
   }
 
   // What a product does with its sums: they are added to the residual stream, or stored.
@@ -320,11 +346,13 @@ class TypedDecoder final : public Decoder {
   const AttentionShape shape_;
   Rows<float> stream_, qkv_;
   Rows<T> normed_, queries_, attended_, inner_;
+  Rows<int8_t> numbers_;       // what a product in 8 bits reads
+  std::vector<Group> groups_;  // of the numbers
   std::vector<std::unique_ptr<Workspace<T>>> work_;
   std::vector<Tile> tiles_;
 };
 
-// [outputs, inputs], in `type`, into panels number `first`, `first + every`, ...
+// [outputs, inputs] into panels number `first`, `first + every`, ...
 template <class T>
 void pack(const T* weights, int outputs, int inputs, int first, int every, T* panels, int threads) {
   const int steps = steps_of<T>(inputs);
@@ -340,6 +368,8 @@ void pack(const T* weights, int outputs, int inputs, int first, int every, T* pa
           const T* from = weights + static_cast<size_t>(output) * inputs + begin * kStep<T>;
           if (output >= outputs)
             block[i] = _mm512_setzero_si512();
+          else if constexpr (sizeof(T) == 1)
+            block[i] = _mm512_maskz_loadu_epi8(elements >= 64 ? ~0ull : (1ull << elements) - 1, from);
           else if constexpr (sizeof(T) == 2)
             block[i] = _mm512_maskz_loadu_epi16(elements >= 32 ? ~0u : (1u << elements) - 1, from);
           else
@@ -358,22 +388,32 @@ using namespace headrace;
 
 extern "C" {
 
-// `half` says that elements are bf16 and not float, in all calls alike.
+// A matrix has elements of `bytes`: float (4), bf16 (2), or whole numbers in 8 bits (1), 128 too high.
 
-long headrace_packed_bytes(int outputs, int inputs, int half) {
-  const int steps = half ? steps_of<bf16>(inputs) : steps_of<float>(inputs);
+long headrace_packed_bytes(int outputs, int inputs, int bytes) {
+  const int steps = bytes == 1 ? steps_of<uint8_t>(inputs) : bytes == 2 ? steps_of<bf16>(inputs) : steps_of<float>(inputs);
   return static_cast<long>(panels_of(outputs)) * kPanelColumns * steps * sizeof(int);
 }
 
-void headrace_pack(const void* weights, int outputs, int inputs, int half, int first, int every, void* panels, int threads) {
-  if (half)
-    pack(static_cast<const bf16*>(weights), outputs, inputs, first, every, static_cast<bf16*>(panels), threads);
+void headrace_pack(const void* weights, int outputs, int inputs, int bytes, int first, int every, void* panels,
+                   int threads) {
+  const auto pack_as = [&](auto element) {
+    using T = decltype(element);
+    pack(static_cast<const T*>(weights), outputs, inputs, first, every, static_cast<T*>(panels), threads);
+  };
+  if (bytes == 1)
+    pack_as(uint8_t{});
+  else if (bytes == 2)
+    pack_as(bf16{});
   else
-    pack(static_cast<const float*>(weights), outputs, inputs, first, every, static_cast<float*>(panels), threads);
+    pack_as(float{});
 }
 
+// `half` says that the model's elements are bf16 and not float.
 Decoder* headrace_decoder(const Model* model, int half, int tokens_max, int threads) {
+#ifdef __AVX512BF16__
   if (half) return new TypedDecoder<bf16>(*model, tokens_max, threads);
+#endif
   return new TypedDecoder<float>(*model, tokens_max, threads);
 }
 

@@ -7,7 +7,13 @@ from typing import Any, ClassVar
 
 
 class Matrix(Structure):
-    _fields_: ClassVar = [("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int), ("inputs", c_int)]
+    _fields_: ClassVar = [
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int),
+        ("inputs", c_int),
+    ]
 
 
 class Layer(Structure):
@@ -67,7 +73,8 @@ class Batch(Structure):
 
 
 class Library:
-    """The functions of the shared object. `half` says that elements are bf16 and not float32."""
+    """The functions of the shared object. `size`: bytes of an element, which is a float32 (4), a bf16 (2) or a whole number
+    in 8 bits (1), 128 too high. `half` says that a model's elements are bf16 and not float32."""
 
     def __init__(self, path: Path) -> None:
         self._functions = functions = ctypes.CDLL(str(path))
@@ -77,14 +84,14 @@ class Library:
         _declare(functions.headrace_step, None, c_void_p, POINTER(Batch))
         _declare(functions.headrace_free, None, c_void_p)
 
-    def packed_bytes(self, outputs: int, inputs: int, half: bool) -> int:
-        return int(self._functions.headrace_packed_bytes(outputs, inputs, half))
+    def packed_bytes(self, outputs: int, inputs: int, size: int) -> int:
+        return int(self._functions.headrace_packed_bytes(outputs, inputs, size))
 
     def pack(
-        self, weights: int, outputs: int, inputs: int, half: bool, first: int, every: int, panels: int, threads: int
+        self, weights: int, outputs: int, inputs: int, size: int, first: int, every: int, panels: int, threads: int
     ) -> None:
         """A row-major [outputs, inputs] matrix at `weights` becomes panels `first`, `first + every`, ... at `panels`."""
-        self._functions.headrace_pack(weights, outputs, inputs, half, first, every, panels, threads)
+        self._functions.headrace_pack(weights, outputs, inputs, size, first, every, panels, threads)
 
     def decoder(self, model: Model, half: bool, tokens_max: int, threads: int) -> int:
         """A decoder of steps of up to `tokens_max` tokens; `free` it. What `model` points to must outlive it."""

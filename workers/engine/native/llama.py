@@ -40,11 +40,11 @@ def supported(model: Any, shapes: list[LayerShape]) -> bool:
 
 
 @torch.inference_mode()
-def parts_of(model: Any, shapes: list[LayerShape], library: Library, threads: int) -> Parts:
-    """Pack a supported model. Its own layers are left as they are."""
+def parts_of(model: Any, shapes: list[LayerShape], library: Library, threads: int, int8: bool = False) -> Parts:
+    """Pack a supported model, its matrices in 8 bits if so wanted. Its own layers are left as they are."""
     config, body = model.config, model.model
     embedding = body.embed_tokens.weight.detach().contiguous()
-    packing = Packing(library, embedding.dtype, threads, _matrices(model))
+    packing = Packing(library, torch.uint8 if int8 else embedding.dtype, threads, _matrices(model))
     layers = (Layer * len(body.layers))(
         *(_layer(layer, shape, packing) for layer, shape in zip(body.layers, shapes, strict=True))
     )
