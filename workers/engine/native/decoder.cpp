@@ -65,8 +65,8 @@ struct Batch {
 constexpr int kHeadDimMax = 512;
 constexpr int kPad = 96;  // elements: whole panels, and whole vectors of both types
 constexpr int kRowsPerTask = 8;
-constexpr int kPhasesPerLayer = 12;  // four products, each after its rows have been quantised, and four steps between them
-constexpr int kPhasesBeside = 5;     // embedding, choice of rows, last norm, logits and their rows
+constexpr int kPhasesPerLayer = 10;
+constexpr int kPhasesBeside = 4;  // embedding, choice of rows, last norm, logits
 
 template <class T>
 struct Rows {
@@ -126,7 +126,8 @@ class TypedDecoder final : public Decoder {
         queries_(tokens_max, model.heads * model.head_dim),
         attended_(tokens_max, model.heads * model.head_dim),
         inner_(tokens_max, model.intermediate),
-        numbers_(model.head.scales ? tokens_max : 0, std::max({model.hidden, model.heads * model.head_dim, model.intermediate})),
+        numbers_(model.head.scales ? tokens_max : 0,
+                 std::max({model.hidden, model.heads * model.head_dim, model.intermediate})),
         groups_(numbers_.data.size() / kGroup) {
     for (int i = 0; i < threads; i++) work_.push_back(std::make_unique<Workspace<T>>(shape_));
   }
@@ -162,19 +163,16 @@ class TypedDecoder final : public Decoder {
       attention(batch, layer, member);
       if (index == model_.layers - 1) rows = keep_sampled(batch, member);
       if (rows == 0) return;
+      prepare(member, attended_, rows, layer.out);
       multiply_rows(member, attended_, rows, layer.out, adding(layer.out.bias));
       feed_forward(layer, rows, member);
     }
-    for_rows(member, rows, [&](int row) {
-      normalise(stream_[row], model_.final_norm, model_.hidden, model_.epsilon, normed_[row]);
-    });
+    normalise_rows(member, rows, model_.final_norm, model_.head);
     multiply_rows(member, normed_, rows, model_.head, storing(batch.logits, batch.logits_stride, nullptr));
   }
 
   void attention(const Batch& batch, const Layer& layer, Member& member) {
-    for_rows(member, batch.tokens, [&](int row) {
-      normalise(stream_[row], layer.input_norm, model_.hidden, model_.epsilon, normed_[row]);
-    });
+    normalise_rows(member, batch.tokens, layer.input_norm, layer.qkv);
     multiply_rows(member, normed_, batch.tokens, layer.qkv, storing(qkv_[0], qkv_.stride, layer.qkv.bias));
     for_rows(member, batch.tokens, [&](int row) { place(batch, layer, row); });
     AttentionShape shape = shape_;
@@ -194,10 +192,9 @@ class TypedDecoder final : public Decoder {
   }
 
   void feed_forward(const Layer& layer, int rows, Member& member) {
-    for_rows(member, rows, [&](int row) {
-      normalise(stream_[row], layer.attention_norm, model_.hidden, model_.epsilon, normed_[row]);
-    });
-    with_input(member, normed_, rows, layer.gate_up, [&](const auto& x) { gate(x, layer.gate_up, rows, member); });
+    normalise_rows(member, rows, layer.attention_norm, layer.gate_up);
+    with_input(normed_, layer.gate_up, [&](const auto& x) { gate(x, layer.gate_up, rows, member); });
+    prepare(member, inner_, rows, layer.down);
     multiply_rows(member, inner_, rows, layer.down, adding(layer.down.bias));
   }
 
@@ -232,20 +229,35 @@ class TypedDecoder final : public Decoder {
     });
   }
 
-  template <class Finish>
-  void multiply_rows(Member& member, Rows<T>& rows, int count, const Matrix& matrix, Finish&& finish) {
-    with_input(member, rows, count, matrix, [&](const auto& x) { product(member, x, count, matrix, finish); });
+  // The stream's rows, for a product with `matrix`.
+  void normalise_rows(Member& member, int rows, const float* weight, const Matrix& matrix) {
+    for_rows(member, rows, [&](int row) {
+      normalise(stream_[row], weight, model_.hidden, model_.epsilon, normed_[row]);
+      if (matrix.scales) quantise_row(normed_, row, matrix);
+    });
   }
 
-  // Calls `use` with `count` rows as a product with `matrix` reads them.
+  // A product in 8 bits reads rows that are quantised; there is one place for them, until the next.
+  void prepare(Member& member, Rows<T>& rows, int count, const Matrix& matrix) {
+    if (matrix.scales) for_rows(member, count, [&](int row) { quantise_row(rows, row, matrix); });
+  }
+
+  void quantise_row(Rows<T>& rows, int row, const Matrix& matrix) {
+    const size_t begin = static_cast<size_t>(row) * rows.stride;
+    quantise_groups(rows[row], matrix.inputs, &numbers_.data[begin], &groups_[begin / kGroup]);
+  }
+
+  template <class Finish>
+  void multiply_rows(Member& member, Rows<T>& rows, int count, const Matrix& matrix, Finish&& finish) {
+    with_input(rows, matrix, [&](const auto& x) { product(member, x, count, matrix, finish); });
+  }
+
+  // Calls `use` with rows, prepared, as a product with `matrix` reads them.
   template <class Use>
-  void with_input(Member& member, Rows<T>& rows, int count, const Matrix& matrix, Use&& use) {
-    if (!matrix.scales) return use(Elements<T>{rows[0], static_cast<size_t>(rows.stride)});
-#ifdef __AVX512VNNI__
+  void with_input(Rows<T>& rows, const Matrix& matrix, Use&& use) {
     const size_t stride = rows.stride;
-    for_rows(member, count, [&](int row) {
-      quantise_groups(rows[row], matrix.inputs, numbers_[0] + row * stride, &groups_[row * (stride / kGroup)]);
-    });
+    if (!matrix.scales) return use(Elements<T>{rows[0], stride});
+#ifdef __AVX512VNNI__
     use(Numbers{numbers_[0], stride, groups_.data()});
 #endif
   }
