@@ -74,13 +74,14 @@ class Driver:
         keys = await self.run(texts, echo=True, logprobs=TOP, max_tokens=0)
         return [self._logprobs[key][1:] for key in keys]
 
-    async def step_ms(self, batch: int, context: int) -> float:
-        """The median of the decode steps of a full batch."""
+    async def times_ms(self, batch: int, context: int) -> dict[str, float]:
+        """Of the prefill of a full batch, and the median of its decode steps."""
         prompts = [[(7919 * place + 31 * index) % 4000 + 50 for place in range(context)] for index in range(batch)]
+        begin = time.perf_counter()
         await self.run(prompts, max_tokens=40, ignore_eos=True)
         full = [index for index, (_, tokens) in enumerate(self._steps) if tokens == batch]
         times = [self._steps[index][0] - self._steps[index - 1][0] for index in full[1:]]
-        return statistics.median(times) * 1e3
+        return {"prefill": (self._steps[full[0]][0] - begin) * 1e3, "step": statistics.median(times) * 1e3}
 
 
 def compare(name: str, reference: list[list[Logprob]], other: list[list[Logprob]], starts: list[int]) -> None:
@@ -102,7 +103,7 @@ def compare(name: str, reference: list[list[Logprob]], other: list[list[Logprob]
 
 async def run(arguments: argparse.Namespace) -> None:
     def engine(**settings: object) -> Engine:
-        base = {"dtype": arguments.dtype, "kernels": arguments.kernels, "max_model_len": 2048}
+        base = {"dtype": arguments.dtype, "kernels": arguments.kernels, "max_model_len": 2048, "prefix_cache": "off"}
         return load_engine("s3", Path(arguments.directory), EngineSettings(**base | settings), arguments.threads)  # type: ignore[arg-type]
 
     name, _, value = arguments.set.partition("=")
@@ -128,12 +129,15 @@ async def run(arguments: argparse.Namespace) -> None:
     ]
     print(f"greedy outputs are equal for {same} of {[len(output) for output in outputs]} tokens")
     for batch in map(int, arguments.batches.split(",")):
-        found: list[list[float]] = [[], []]
+        found: list[list[dict[str, float]]] = [[], []]
         for _ in range(arguments.repeat):
             for driver, times in zip((own, small), found, strict=True):
-                times.append(await driver.step_ms(batch, arguments.context))
-        one, two = (statistics.median(times) for times in found)
-        print(f"B={batch:<3} context {arguments.context}: step {one:.1f} ms -> {two:.1f} ms, {two / one:.2f} times")
+                times.append(await driver.times_ms(batch, arguments.context))
+        for what in ("prefill", "step"):
+            one, two = (statistics.median(each[what] for each in times) for times in found)
+            print(
+                f"B={batch:<3} context {arguments.context}: {what} {one:.1f} ms -> {two:.1f} ms, {two / one:.2f} times"
+            )
     for driver in (own, small, noisy):
         driver.engine.stop()
 
