@@ -28,6 +28,7 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     ttft_ms_target: Annotated[float, Meta(gt=0)] | None = None  # None: none
     slots_reserved_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.1  # and of KV blocks: out of any one tenant's reach
     prefix_cache: Literal["tenant", "shared", "off"] = "tenant"  # shared by all: what others ask can be timed
+    speculation: Literal["ngram", "off"] = "ngram"  # on a CPU: drafts from the text itself, verified several at a step
     engine: str = "headrace"  # headrace | vllm: another engine behind the same protocol, an optional extra
     tensor_parallel: int = 1  # GPUs that share the model; more than one with engine=vllm only
     kv_dtype: str = "auto"  # of keys and values: auto (the model's) | int8 | fp8 (on a GPU)

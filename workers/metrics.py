@@ -46,6 +46,8 @@ class _EngineCollector(Collector):
             ("headrace_engine_steps", "Engine steps", stats.steps),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.cache_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.cache_hits),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed and verified", stats.drafted),
+            ("vllm:spec_decode_num_accepted_tokens", "Tokens guessed right", stats.accepted),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._values, total)

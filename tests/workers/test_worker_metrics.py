@@ -24,6 +24,8 @@ class Engine:
             cache_queries=40,
             cache_hits=32,
             blocked=True,
+            drafted=9,
+            accepted=6,
             late=("a", "b"),
             service={"alice": 30, "_others": 26},
             jain=0.75,
@@ -38,6 +40,8 @@ def test_cache_fairness_and_pace_are_shown() -> None:
     for line in (
         f"vllm:prefix_cache_queries_total{{{labels}}} 40.0",
         f"vllm:prefix_cache_hits_total{{{labels}}} 32.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 9.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 6.0",
         f"headrace_kv_blocks_cached{{{labels}}} 3.0",
         f"headrace_step_milliseconds{{{labels}}} 12.5",
         f"headrace_engine_blocked{{{labels}}} 1.0",

@@ -79,7 +79,7 @@ class Packer:
         ids, positions, slots = self._host
         sequence, start, end = part.sequence, part.start, part.start + part.count
         rows = slice(row, row + part.count)
-        ids[rows] = sequence.tokens[start:end]
+        ids[rows] = [*sequence.tokens[start:], *part.draft] if part.draft else sequence.tokens[start:end]
         positions[rows] = np.arange(start, end)
         blocks = np.asarray(sequence.blocks, dtype=np.int64)
         slots[rows] = blocks[positions[rows] // BLOCK_TOKENS] * BLOCK_TOKENS + positions[rows] % BLOCK_TOKENS
@@ -89,9 +89,13 @@ class Packer:
 def logit_rows_of(slices: list[Slice], last_rows: list[int]) -> list[int]:
     """The rows whose logits are wanted, given the last row of each slice.
 
-    First those that sample, in the order of the plan; then those that score the prompt's tokens, slice by slice.
+    First those that sample, in the order of the plan, each with those of its draft behind it; then those that score the
+    prompt's tokens, slice by slice.
     """
-    rows = [last for part, last in zip(slices, last_rows, strict=True) if part.samples]
+    rows: list[int] = []
+    for part, last in zip(slices, last_rows, strict=True):
+        if part.samples:
+            rows += range(last - len(part.draft), last + 1)
     for part, last in zip(slices, last_rows, strict=True):
         if scored := part.scored:
             before = last - part.count - part.start  # position p is in row before + 1 + p, and scores p + 1

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shared.wire import Sampling
+
 CAPACITY = 64  # of an array at first; it doubles
+
+
+def penalises(sampling: Sampling) -> bool:
+    """Whether a token's chance depends on those before it by more than the model."""
+    return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
 class Counts:

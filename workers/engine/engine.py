@@ -21,6 +21,7 @@ from shared.records import EngineSettings
 from shared.wire import Input, Logprob, Sampling
 from workers.engine.blocks import BlockPool
 from workers.engine.checks import check_ids, check_length, check_sampling
+from workers.engine.drafts import Drafter
 from workers.engine.observer import StepObserver
 from workers.engine.out_of_memory import give_back, is_lost, is_out_of_memory
 from workers.engine.pacer import Cost, Pacer
@@ -89,6 +90,7 @@ class BatchEngine:
         self._inbox: SimpleQueue[EngineRequest | str | None] = SimpleQueue()
         self._runs: dict[str, Run] = {}
         self._scheduler = self._new_scheduler()
+        self._drafter = Drafter() if settings.speculation == "ngram" and info.device == "cpu" else None
         self._submitted = 0
         self._begun = 0
         self._steps = 0
@@ -138,7 +140,7 @@ class BatchEngine:
         self._inbox.put(key)
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        scheduler, drafter = self._scheduler, self._drafter
         return EngineStats(
             running=len(scheduler.running),
             waiting=scheduler.waiting + self._submitted - self._begun,
@@ -156,6 +158,8 @@ class BatchEngine:
             late=self._observer.late,
             service=scheduler.ledger.service,
             jain=scheduler.ledger.jain,
+            drafted=drafter.drafted if drafter is not None else 0,
+            accepted=drafter.accepted if drafter is not None else 0,
         )
 
     # -- the engine thread -------------------------------------------------------------------------------------------
@@ -261,6 +265,8 @@ class BatchEngine:
 
     def _step(self, events: list[TokenEvent]) -> None:
         begin = time.monotonic()
+        if self._drafter is not None:
+            self._drafter.propose(self._scheduler.running, self._pacer)
         plan = self._scheduler.plan()
         assert plan.slices, "nothing to compute, and not idle"
         self._preemptions += plan.preempted
@@ -282,6 +288,8 @@ class BatchEngine:
         if drawn.failed:
             plan, drawn = self._without_failed(plan, drawn, events)
         self._scheduler.commit(plan, drawn.tokens, drawn.counts)
+        if self._drafter is not None and drawn.counts is not None:
+            self._drafter.learn(plan, drawn.counts)
         self._steps += 1
         self._generated_tokens += len(drawn.tokens)
         logprobs = iter(drawn.logprobs) if drawn.logprobs is not None else None

@@ -80,6 +80,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     blocked: bool = False  # a run waits for a slot, for memory or for a smaller batch: more would wait behind it
     late: tuple[str, ...] = ()  # runs that have not begun and will hardly be in the batch by their `admit_by`
     service: dict[str, int] = {}  # prompt tokens computed + 2 x generated, of a bounded number of tenants
+    drafted: int = 0  # tokens guessed, for a step to verify
+    accepted: int = 0  # of those, right
     jain: float = 1.0  # fairness of the service of tenants that wait: 1 is fair, 1 / n is all to one of n
 
 

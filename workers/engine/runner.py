@@ -40,11 +40,13 @@ class TorchRunner:
 
 
 def sample_step(sampler: Sampler, plan: StepPlan, computed: torch.Tensor) -> Drawn:
-    """A token for each slice that samples, and the scores of prompts; `computed` [n, vocabulary] is overwritten."""
+    """The tokens of each slice that samples, and the scores of prompts; `computed` [n, vocabulary] is overwritten."""
     sequences = [part.sequence for part in plan.slices if part.samples]
-    drawn = sampler.draw(computed[: len(sequences)], sequences) if sequences else Drawn([])
-    if len(computed) > len(sequences):
+    drafts = [part.draft for part in plan.slices if part.samples]
+    rows = len(sequences) + sum(map(len, drafts))
+    drawn = sampler.draw(computed[:rows], sequences, drafts) if sequences else Drawn([])
+    if len(computed) > rows:
         prompts = [Scored(part.sequence, part.scored) for part in plan.slices if part.scored]
-        drawn.prompt_logprobs, failed = sampler.score(computed[len(sequences) :], prompts)
+        drawn.prompt_logprobs, failed = sampler.score(computed[rows:], prompts)
         drawn.failed += failed
     return drawn

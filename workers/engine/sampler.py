@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from shared.wire import Logprob, Sampling, TopLogprob
-from workers.engine.counts import Counts
+from workers.engine.counts import Counts, penalises
 from workers.engine.draws import uniform
 from workers.engine.engine import Drawn
 from workers.engine.grammar import GrammarFailed
@@ -54,11 +54,28 @@ class Sampler:
         self._token_bytes = token_bytes
         self._special_ids = special_ids
 
-    def draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
-        """`logits` [n, vocabulary] of any float dtype, overwritten; one row for each of `sequences`.
+    def draw(
+        self, logits: torch.Tensor, sequences: list[Sequence], drafts: list[tuple[int, ...]] | None = None
+    ) -> Drawn:
+        """`logits` [n, vocabulary] of any float dtype, overwritten; one row for each of `sequences`, and behind it one for
+        each token of its draft.
 
-        A row that has no token to give is in `failed`; the others are drawn as if it were not there.
+        A sequence that has no token to give is in `failed`; the others are drawn as if it were not there.
         """
+        if drafts is None or not any(drafts):
+            drawn, failed = self._draw(logits, sequences, [each.output_index for each in sequences])
+        else:
+            pairs = list(zip(sequences, drafts, strict=True))
+            rows = [each for each, draft in pairs for _ in range(1 + len(draft))]
+            indices = [each.output_index + ahead for each, draft in pairs for ahead in range(1 + len(draft))]
+            drawn, failed = _verified(*self._draw(logits, rows, indices), drafts)
+        drawn.failed = [(sequences[place], error) for place, error in failed.items()]
+        return drawn
+
+    def _draw(
+        self, logits: torch.Tensor, sequences: list[Sequence], indices: list[int]
+    ) -> tuple[Drawn, dict[int, Exception]]:
+        """A token for each row, which is that of index `indices[row]` in the output of `sequences[row]`; which rows failed."""
         samplings = [sequence.sampling for sequence in sequences]
         failed: dict[int, Exception] = {}
         forbidden = _forbidden(sequences, logits.shape[-1], failed)  # before anything that waits for the device
@@ -69,7 +86,7 @@ class Sampler:
                 failed[row] = NotFinite()
             logits[row].masked_fill_(torch.from_numpy(mask).to(logits.device), -math.inf)
         for row, sequence in enumerate(sequences):
-            self._adjust(logits[row], sequence)
+            self._adjust(logits[row], sequence, indices[row])
         tokens = _argmax(logits)
         best = logits.gather(1, tokens.unsqueeze(1))  # NaN is the largest number to an argmax
         for row in (~best.isfinite()).nonzero()[:, 0].tolist():
@@ -79,14 +96,17 @@ class Sampler:
         ]
         if drawn:
             all_drawn = len(drawn) == len(sequences)
-            chosen = self._draw_rows(logits if all_drawn else logits[drawn], [sequences[row] for row in drawn])
+            uniforms = [uniform(samplings[row].seed, sequences[row].choice, indices[row]) for row in drawn]
+            chosen = self._draw_rows(
+                logits if all_drawn else logits[drawn], [samplings[row] for row in drawn], uniforms
+            )
             if all_drawn:
                 tokens = chosen
             else:
                 tokens[torch.tensor(drawn, device=tokens.device)] = chosen
         ids = tokens.tolist()
         logprobs = None if raw is None else self._logprobs(raw, ids, [each.logprobs for each in samplings])
-        return Drawn(ids, logprobs, failed=[(sequences[row], error) for row, error in failed.items()])
+        return Drawn(ids, logprobs), failed
 
     def score(
         self, logits: torch.Tensor, prompts: list[Scored]
@@ -110,26 +130,24 @@ class Sampler:
             result.append([each for each in scores if each is not None])
         return result, failed
 
-    def _adjust(self, logits: torch.Tensor, sequence: Sequence) -> None:
-        """Bias, min_tokens and penalties on one row, in place."""
+    def _adjust(self, logits: torch.Tensor, sequence: Sequence, index: int) -> None:
+        """Bias, min_tokens and penalties on one row, that of the output's token `index`, in place."""
         sampling = sequence.sampling
         if sampling.logit_bias:
             ids = torch.tensor(list(sampling.logit_bias), device=logits.device)
             logits[ids] += torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
-        if sequence.output_index < sampling.min_tokens:
+        if index < sampling.min_tokens:
             ends = [token for token in stop_ids(sampling, self._end_ids) if token < len(logits)]
             logits[torch.tensor(ends, dtype=torch.int64, device=logits.device)] = -math.inf
-        if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
+        if penalises(sampling):
             _penalise(logits, sampling, _counts(sequence))
 
-    def _draw_rows(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-        samplings = [sequence.sampling for sequence in sequences]
+    def _draw_rows(self, logits: torch.Tensor, samplings: list[Sampling], uniforms: list[float]) -> torch.Tensor:
         if any(sampling.temperature != 1 for sampling in samplings):
             temperatures = [sampling.temperature for sampling in samplings]
             logits = logits / torch.tensor(temperatures, device=logits.device).unsqueeze(1)
         _filter(logits, samplings)
         weights = torch.softmax(logits, -1)
-        uniforms = [uniform(each.sampling.seed, each.choice, each.output_index) for each in sequences]
         return _inverse_cdf(weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
 
     def _raw_logprobs(self, logits: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor | None:
@@ -159,6 +177,32 @@ class Sampler:
                 )
             )
         return result
+
+
+def _verified(
+    rows: Drawn, failed: dict[int, Exception], drafts: list[tuple[int, ...]]
+) -> tuple[Drawn, dict[int, Exception]]:
+    """Of the rows of each draft those up to the first that is not what was guessed; which of the drafts failed.
+
+    A draft ends before a row that failed: that one is computed again as the first of its own step.
+    """
+    kept: list[int] = []
+    counts: list[int] = []
+    errors: dict[int, Exception] = {}
+    first = 0
+    for place, draft in enumerate(drafts):
+        if first in failed:
+            errors[place] = failed[first]
+        count = 1
+        for guess in draft:
+            if rows.tokens[first + count - 1] != guess or first + count in failed:
+                break
+            count += 1
+        kept += range(first, first + count)
+        counts.append(count)
+        first += 1 + len(draft)
+    logprobs = None if rows.logprobs is None else [rows.logprobs[row] for row in kept]
+    return Drawn([rows.tokens[row] for row in kept], logprobs, counts=counts), errors
 
 
 def _forbidden(sequences: list[Sequence], width: int, failed: dict[int, Exception]) -> dict[int, np.ndarray]:

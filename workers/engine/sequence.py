@@ -30,7 +30,8 @@ class Sequence:
     matcher: Any = None  # what its grammar lets come next (grammar.Matcher)
     score_from: int | None = None  # first position of the prompt whose log probability is still to be handed out
 
-    draft: tuple[int, ...] = ()  # guesses what comes next, for a step to verify at once; the runner may set it
+    draft: tuple[int, ...] = ()  # guesses what comes next, for a step to verify at once
+    lookup: Any = None  # where its drafts come from (drafts.Lookup)
     fresh: bool = False  # every token is computed: none is taken from the prefix cache
     cached: int = -1  # leading tokens that the prefix cache had when it first entered the batch; -1: it has not
     preemptions: int = 0
@@ -79,7 +80,7 @@ class Load:
     """What a step costs time for."""
 
     sequences: int = 0
-    decodes: int = 0  # sequences that lack one token
+    decodes: int = 0  # sequences that lack one token, and tokens of drafts
     context: int = 0  # tokens that those attend to
     prefill: int = 0  # prompt tokens
     pairs: int = 0  # of a prompt token and a token that it attends to
@@ -90,7 +91,7 @@ def load_of(slices: list[Slice]) -> Load:
     load = Load(len(slices))
     for part in slices:
         if part.samples and part.count == 1 + len(part.draft):
-            load.decodes += 1
+            load.decodes += part.count
             load.context += part.start + 1
         else:
             load.prefill += part.count

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -85,14 +86,16 @@ class _Shares:
 def _merged(plan: StepPlan, drawn: dict[Runner, Drawn]) -> Drawn:
     """In the order of the plan."""
     tokens = {runner: iter(each.tokens) for runner, each in drawn.items()}
+    counts = {runner: iter(each.counts or [1] * len(each.tokens)) for runner, each in drawn.items()}
     logprobs = {runner: iter(each.logprobs or [None] * len(each.tokens)) for runner, each in drawn.items()}
     scores = {runner: iter(each.prompt_logprobs) for runner, each in drawn.items()}
-    sampling = [part.sequence.runner for part in plan.slices if part.samples]
+    sampling = [(part.sequence.runner, next(counts[part.sequence.runner])) for part in plan.slices if part.samples]
     result = Drawn(
-        tokens=[next(tokens[runner]) for runner in sampling],
-        logprobs=[next(logprobs[runner]) for runner in sampling],
+        tokens=[token for runner, count in sampling for token in islice(tokens[runner], count)],
+        logprobs=[each for runner, count in sampling for each in islice(logprobs[runner], count)],
         prompt_logprobs=[next(scores[part.sequence.runner]) for part in plan.slices if part.scored],
         failed=[failed for each in drawn.values() for failed in each.failed],
+        counts=[count for _, count in sampling],
     )
     if all(each.logprobs is None for each in drawn.values()):
         result.logprobs = None
