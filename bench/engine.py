@@ -36,7 +36,7 @@ async def burst(engine: "Collector", batch: int, prompt_tokens: int, output_toke
         prompt = [(7919 * position + 31 * index) % 4000 + 50 for position in range(prompt_tokens)]
         engine.submit(EngineRequest(key=f"{begin}-{index}", tenant="bench", prompt_ids=prompt, sampling=sampling))
     steps = await engine.finished(batch)
-    full = [index for index, (_, tokens) in enumerate(steps) if tokens == batch]
+    full = [index for index, (_, tokens) in enumerate(steps) if tokens >= batch]
     prefill = steps[full[0]][0] - begin
     decodes = [steps[index][0] - steps[index - 1][0] for index in full[1:]]
     total = steps[-1][0] - begin
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3, help="of the pacing")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--speculation", default="off", help="ngram: a step may give more tokens, see speculation.py")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--server", action="append", default=[], metavar="NAME=URL", help="ours first, then the peers")
     parser.add_argument("--model", default="smollm2", help="its name on the servers")
@@ -162,7 +163,7 @@ def main() -> None:
             show(serving(servers, streams, arguments))
     if set(only) == {"serving"}:
         return
-    settings = EngineSettings(dtype=arguments.dtype)
+    settings = EngineSettings(dtype=arguments.dtype, speculation=arguments.speculation)
     directory = None if arguments.source.startswith(SIMULATED) else Path(arguments.source)
     engine = load_engine(arguments.source, directory, settings, arguments.threads)
     assert isinstance(engine, BatchEngine)

@@ -60,7 +60,7 @@ class Driver:
         self._open, self._steps = len(keys), []
         self._done.clear()
         self._ids, self._logprobs = {key: [] for key in keys}, {key: [] for key in keys}
-        chosen = Sampling(temperature=0.0, **sampling)  # type: ignore[arg-type]
+        chosen = Sampling(**{"temperature": 0.0} | sampling)  # type: ignore[arg-type]
         for key, prompt in zip(keys, prompts, strict=True):
             self.engine.submit(EngineRequest(key=key, tenant="bench", prompt_ids=prompt, sampling=chosen))
         await self._done.wait()

@@ -17,14 +17,14 @@ ROWS_MAX = (
 )
 NGRAMS = (3, 2)  # tokens that must be the same, the best evidence first
 INDEXED_MAX = 1024  # tokens in one step: of a long prompt that is new here
-REST_MAX = 64  # tokens
+REST_MAX = 64  # tokens that a sequence goes without drafts when several were all wrong
 
 
 class Lookup:
     """The n-grams of one sequence, and how well it has been guessed so far."""
 
     def __init__(self) -> None:
-        self.length = 1  # of the next draft at most
+        self.length = 2  # of the next draft at most
         self._after: dict[tuple[int, ...], int] = {}  # the position after the latest n-gram of those tokens
         self._indexed = 1  # leading tokens whose n-grams are known; the text's last one is never among them
         self._misses = 0  # drafts in a row of which nothing was right
@@ -50,13 +50,10 @@ class Lookup:
 
     def learn(self, end: int, drafted: int, accepted: int) -> None:
         """Of a draft of so many tokens so many were right; the sequence has `end` tokens now."""
-        if accepted:
-            self._misses = 0
-            self.length = min(DRAFT_MAX, max(self.length, 2 * drafted) if accepted == drafted else accepted)
-        else:
-            self.length = 1
-            self._misses += 1
-            self._rests_until = end + min(REST_MAX, 1 << self._misses)
+        self.length = min(DRAFT_MAX, max(self.length, 2 * drafted) if accepted == drafted else accepted + 1)
+        self._misses = 0 if accepted else self._misses + 1
+        if not accepted:
+            self._rests_until = end + min(REST_MAX, 1 << (self._misses - 1))
 
 
 class Drafter:

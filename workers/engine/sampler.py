@@ -8,6 +8,7 @@ sorted: what ties with the last logit that passes, passes too.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from workers.engine.text import stop_ids
 GREEDY_TEMPERATURE = 1e-5  # below it
 NUCLEUS_HEADS = (512, 8192)  # how many of the likeliest tokens usually decide top-p
 CDF_CHUNK = 256
+NO_GUESS = -1
 SCORED_ROWS = 64  # of a prompt at once: their log probabilities are in float32
 
 
@@ -39,6 +41,19 @@ class Scored:
 
     sequence: Sequence
     positions: range
+
+
+@dataclass(slots=True)
+class Rows:
+    """What each row of logits is for."""
+
+    sequences: list[Sequence]
+    indices: list[int]  # of its token, in the output
+    guesses: list[int]  # what its token has to be for the next row to count; NO_GUESS: that is of another sequence
+
+    def is_first(self, row: int) -> bool:
+        """Whether it is the first row of its sequence."""
+        return row == 0 or self.guesses[row - 1] == NO_GUESS
 
 
 class Sampler:
@@ -62,51 +77,58 @@ class Sampler:
 
         A sequence that has no token to give is in `failed`; the others are drawn as if it were not there.
         """
-        if drafts is None or not any(drafts):
-            drawn, failed = self._draw(logits, sequences, [each.output_index for each in sequences])
-        else:
-            pairs = list(zip(sequences, drafts, strict=True))
-            rows = [each for each, draft in pairs for _ in range(1 + len(draft))]
-            indices = [each.output_index + ahead for each, draft in pairs for ahead in range(1 + len(draft))]
-            drawn, failed = _verified(*self._draw(logits, rows, indices), drafts)
-        drawn.failed = [(sequences[place], error) for place, error in failed.items()]
-        return drawn
-
-    def _draw(
-        self, logits: torch.Tensor, sequences: list[Sequence], indices: list[int]
-    ) -> tuple[Drawn, dict[int, Exception]]:
-        """A token for each row, which is that of index `indices[row]` in the output of `sequences[row]`; which rows failed."""
-        samplings = [sequence.sampling for sequence in sequences]
+        rows = _rows_of(sequences, drafts)
+        samplings = [sequence.sampling for sequence in rows.sequences]
         failed: dict[int, Exception] = {}
-        forbidden = _forbidden(sequences, logits.shape[-1], failed)  # before anything that waits for the device
+        forbidden = _forbidden(rows.sequences, logits.shape[-1], failed)  # before anything that waits for the device
         logits = logits.float()
         raw = self._raw_logprobs(logits, samplings)
         for row, mask in forbidden.items():
             if not bool(logits[row].max().isfinite()):  # the mask may hide it
                 failed[row] = NotFinite()
             logits[row].masked_fill_(torch.from_numpy(mask).to(logits.device), -math.inf)
-        for row, sequence in enumerate(sequences):
-            self._adjust(logits[row], sequence, indices[row])
+        for row, sequence in enumerate(rows.sequences):
+            self._adjust(logits[row], sequence, rows.indices[row])
         tokens = _argmax(logits)
         best = logits.gather(1, tokens.unsqueeze(1))  # NaN is the largest number to an argmax
         for row in (~best.isfinite()).nonzero()[:, 0].tolist():
             failed.setdefault(row, NotFinite())
-        drawn = [
-            row for row, each in enumerate(samplings) if each.temperature >= GREEDY_TEMPERATURE and row not in failed
-        ]
-        if drawn:
-            all_drawn = len(drawn) == len(sequences)
-            uniforms = [uniform(samplings[row].seed, sequences[row].choice, indices[row]) for row in drawn]
-            chosen = self._draw_rows(
-                logits if all_drawn else logits[drawn], [samplings[row] for row in drawn], uniforms
-            )
-            if all_drawn:
-                tokens = chosen
-            else:
-                tokens[torch.tensor(drawn, device=tokens.device)] = chosen
-        ids = tokens.tolist()
+        ids, kept = self._choose(logits, tokens.tolist(), rows, failed)
+        counts = None
+        if len(logits) > len(sequences):
+            counts = [len(list(own)) for _, own in groupby(rows.sequences[row] for row in kept)]
+            ids, samplings = [ids[row] for row in kept], [samplings[row] for row in kept]
+            raw = None if raw is None else raw[kept]
         logprobs = None if raw is None else self._logprobs(raw, ids, [each.logprobs for each in samplings])
-        return Drawn(ids, logprobs), failed
+        ended = [(rows.sequences[row], error) for row, error in failed.items() if rows.is_first(row)]
+        return Drawn(ids, logprobs, failed=ended, counts=counts)
+
+    def _choose(
+        self, logits: torch.Tensor, likeliest: list[int], rows: Rows, failed: dict[int, Exception]
+    ) -> tuple[list[int], list[int]]:
+        """The token of each row, and the rows that count: the first of each sequence, and those behind a right guess.
+
+        A draw costs much, so that none is made for a row before it is known to count. A draft ends before a row that failed,
+        which will be the first of a later step.
+        """
+        ids, kept = likeliest, list[int]()
+        reached = [row for row in range(len(ids)) if rows.is_first(row)]
+        while reached:
+            kept += reached
+            drawn = [
+                row
+                for row in reached
+                if rows.sequences[row].sampling.temperature >= GREEDY_TEMPERATURE and row not in failed
+            ]
+            if drawn:
+                those = [rows.sequences[row] for row in drawn]
+                chosen = self._draw_rows(
+                    logits if len(drawn) == len(logits) else logits[drawn], those, [rows.indices[row] for row in drawn]
+                )
+                for row, token in zip(drawn, chosen.tolist(), strict=True):
+                    ids[row] = token
+            reached = [row + 1 for row in reached if ids[row] == rows.guesses[row] and row + 1 not in failed]
+        return ids, sorted(kept)
 
     def score(
         self, logits: torch.Tensor, prompts: list[Scored]
@@ -142,12 +164,15 @@ class Sampler:
         if penalises(sampling):
             _penalise(logits, sampling, _counts(sequence))
 
-    def _draw_rows(self, logits: torch.Tensor, samplings: list[Sampling], uniforms: list[float]) -> torch.Tensor:
+    def _draw_rows(self, logits: torch.Tensor, sequences: list[Sequence], indices: list[int]) -> torch.Tensor:
+        samplings = [sequence.sampling for sequence in sequences]
         if any(sampling.temperature != 1 for sampling in samplings):
             temperatures = [sampling.temperature for sampling in samplings]
             logits = logits / torch.tensor(temperatures, device=logits.device).unsqueeze(1)
         _filter(logits, samplings)
         weights = torch.softmax(logits, -1)
+        pairs = zip(sequences, indices, strict=True)
+        uniforms = [uniform(each.sampling.seed, each.choice, index) for each, index in pairs]
         return _inverse_cdf(weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
 
     def _raw_logprobs(self, logits: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor | None:
@@ -179,30 +204,16 @@ class Sampler:
         return result
 
 
-def _verified(
-    rows: Drawn, failed: dict[int, Exception], drafts: list[tuple[int, ...]]
-) -> tuple[Drawn, dict[int, Exception]]:
-    """Of the rows of each draft those up to the first that is not what was guessed; which of the drafts failed.
-
-    A draft ends before a row that failed: that one is computed again as the first of its own step.
-    """
-    kept: list[int] = []
-    counts: list[int] = []
-    errors: dict[int, Exception] = {}
-    first = 0
-    for place, draft in enumerate(drafts):
-        if first in failed:
-            errors[place] = failed[first]
-        count = 1
-        for guess in draft:
-            if rows.tokens[first + count - 1] != guess or first + count in failed:
-                break
-            count += 1
-        kept += range(first, first + count)
-        counts.append(count)
-        first += 1 + len(draft)
-    logprobs = None if rows.logprobs is None else [rows.logprobs[row] for row in kept]
-    return Drawn([rows.tokens[row] for row in kept], logprobs, counts=counts), errors
+def _rows_of(sequences: list[Sequence], drafts: list[tuple[int, ...]] | None) -> Rows:
+    """One row for each of `sequences`, and behind it one for each token of its draft."""
+    if drafts is None or not any(drafts):
+        return Rows(sequences, [each.output_index for each in sequences], [NO_GUESS] * len(sequences))
+    pairs = list(zip(sequences, drafts, strict=True))
+    return Rows(
+        [each for each, draft in pairs for _ in range(1 + len(draft))],
+        [each.output_index + ahead for each, draft in pairs for ahead in range(1 + len(draft))],
+        [guess for draft in drafts for guess in (*draft, NO_GUESS)],
+    )
 
 
 def _forbidden(sequences: list[Sequence], width: int, failed: dict[int, Exception]) -> dict[int, np.ndarray]:
