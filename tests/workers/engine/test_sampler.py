@@ -316,6 +316,43 @@ def test_special_tokens_are_marked() -> None:
     assert (logprobs[0].special, logprobs[0].bytes) == (True, b"<end>")
 
 
+DRAFTED: list[dict[str, Any]] = [{"temperature": 0.0}, {"seed": 5, "temperature": 0.9, "top_p": 0.9}, {"seed": 6}]
+
+
+def test_a_draft_gives_what_one_row_after_the_other_would() -> None:
+    logits = torch.randn(12, 40)
+    expected = [
+        [
+            draw(logits[row : row + 1], sequence(output=[1] * (row % 4), **each)).tokens[0]
+            for row in range(first, first + 4)
+        ]
+        for first, each in zip((0, 4, 8), DRAFTED, strict=True)
+    ]
+    for wrong in range(4):
+        drafts = [
+            tuple(token if place != wrong else 39 - token for place, token in enumerate(each[:3])) for each in expected
+        ]
+        rows = [sequence(logprobs=0, **each) for each in DRAFTED]
+        drawn = sampler().draw(logits.clone(), rows, drafts)
+        assert drawn.counts == [wrong + 1] * 3
+        assert drawn.tokens == [token for each in expected for token in each[: wrong + 1]]
+        assert drawn.logprobs is not None
+        assert [each.id for each in drawn.logprobs if each is not None] == drawn.tokens
+
+
+def test_a_draft_ends_before_a_row_that_is_no_number() -> None:
+    logits = torch.randn(8, 40)
+    greedy = logits.argmax(-1).tolist()
+    for row in (2, 4):
+        logits[row, 3] = math.nan
+    rows = [sequence(temperature=0.0), sequence(seed=1), sequence(temperature=0.0)]
+    drawn = sampler().draw(logits, rows, [tuple(greedy[:3]), (7,), (greedy[6],)])
+    assert drawn.counts == [2, 1, 2]
+    assert drawn.tokens[:2] == greedy[:2]
+    assert drawn.tokens[3:] == greedy[6:]
+    assert [(each, type(error)) for each, error in drawn.failed] == [(rows[1], NotFinite)]
+
+
 def test_counts_are_those_of_a_counter_however_they_grow() -> None:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 400, (900,), generator=generator).tolist()
