@@ -11,9 +11,8 @@ CHAOS = str(Path(__file__).parents[1] / "chaos.py")
 GROUPS: list[list[list[tuple[str, int, float, int]]]] = [  # scenario, faults, minutes, cancels
     [[("workers", 1000, 0, 0)]],
     [[("load", 0, 10, 0)], [("cluster", 30, 0, 0), ("stop", 30, 0, 0), ("cut", 15, 0, 0)]],
-    [[("nats", 100, 0, 0)]],
+    [[("nats", 100, 0, 0)], [("controller", 200, 0, 0)]],  # every other fault of the controller's is a worker
     [[("ingress", 100, 0, 0)]],
-    [[("controller", 200, 0, 0)]],  # every other fault is a worker
     [[("cancels", 0, 0, 10_000), ("rolling", 18, 0, 0)]],
 ]
 
