@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 from load import Load, Measured, percentile_ms
 from policies import Bench, Row, fairness, pacing, prefix
 
@@ -144,8 +145,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3, help="of the pacing")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--speculation", default="off", help="ngram: a step may give more tokens, see speculation.py")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="kernels=torch, for instance")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--server", action="append", default=[], metavar="NAME=URL", help="ours first, then the peers")
     parser.add_argument("--model", default="smollm2", help="its name on the servers")
@@ -163,7 +163,8 @@ def main() -> None:
             show(serving(servers, streams, arguments))
     if set(only) == {"serving"}:
         return
-    settings = EngineSettings(dtype=arguments.dtype, speculation=arguments.speculation)
+    given = dict(each.split("=", 1) for each in arguments.set)
+    settings = msgspec.convert({"speculation": "off"} | given, EngineSettings, strict=False)  # see speculation.py
     directory = None if arguments.source.startswith(SIMULATED) else Path(arguments.source)
     engine = load_engine(arguments.source, directory, settings, arguments.threads)
     assert isinstance(engine, BatchEngine)
