@@ -125,6 +125,7 @@ class Bus(KeyValue):
         self._client = _Client()
         self._subscriptions: dict[int, Subscription] = {}
         self._on_reconnect: list[Callable[[], Awaitable[None] | None]] = []
+        self._on_disconnect: list[Callable[[], None]] = []
         self._acks: dict[str, asyncio.Future[Message]] = {}
         self._ack_number = 0
         self._closing = False
@@ -171,6 +172,10 @@ class Bus(KeyValue):
     def on_reconnect(self, callback: Callable[[], Awaitable[None] | None]) -> None:
         """Run `callback` after each reconnection, when all subscriptions are live again."""
         self._on_reconnect.append(callback)
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Run `callback` each time that the connection is lost, before any try to connect again."""
+        self._on_disconnect.append(callback)
 
     async def _open(self) -> None:
         while True:
@@ -225,6 +230,8 @@ class Bus(KeyValue):
     async def _disconnected(self) -> None:
         if not self._closing:
             log.warning("NATS: connection lost")
+            for callback in self._on_disconnect:
+                callback()
 
     async def _reconnected(self) -> None:
         log.warning("NATS: connected again")

@@ -98,6 +98,7 @@ class Dispatcher:
         await self._bus.subscribe(self._control + ".*", self._on_control)
         await self._bus.subscribe(subjects.FIND, self._on_find)
         await self._bus.subscribe(subjects.CANCEL, self._on_cancel)
+        self._bus.on_disconnect(self._on_disconnect)
         self._bus.on_reconnect(self._on_reconnect)
         self._loops = [asyncio.create_task(self._send()), asyncio.create_task(self._tick())]
 
@@ -295,6 +296,10 @@ class Dispatcher:
             worker, now = message.subject.rsplit(".", 1)[1], time.monotonic()
             for stream in list(self._open()):
                 self.act(stream, stream.requester.no_responders(worker, now))
+
+    def _on_disconnect(self) -> None:
+        for stream in self._open():
+            stream.requester.disconnected()
 
     def _on_reconnect(self) -> None:
         now = time.monotonic()

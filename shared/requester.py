@@ -297,7 +297,7 @@ class Requester:
         if now < self._hold_until:  # after our own reconnect everybody is absent for a moment: ask again, later
             if worker == self.worker:
                 self._attached = None
-                self._heard = self._hold_until - self.limits.silence_s
+                self._heard = now if self._hold_until == NEVER else self._hold_until - self.limits.silence_s
             return self._changed(actions)
         if worker in self._served:
             self._dead.add(worker)
@@ -337,6 +337,10 @@ class Requester:
         if not self.ended and self.worker is None:
             self._end(error, actions)
         return self._changed(actions)
+
+    def disconnected(self) -> None:
+        """The own bus connection is lost. Answers may come before `reconnected`, as soon as there is a new one."""
+        self._hold_until = NEVER
 
     def reconnected(self, now: float) -> list[Action]:
         """The own bus connection was lost and is back."""

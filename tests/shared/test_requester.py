@@ -448,6 +448,20 @@ def test_h11_naks_are_held_after_the_own_reconnect() -> None:
     assert asks.no_responders("w1", 12.0) == [Nak("ack.c1")]
 
 
+def test_h11_answers_before_the_own_reconnect_is_known_are_no_reason_for_a_nak() -> None:
+    asks = streaming()
+    asks.disconnected()
+    assert asks.no_responders("w1", 10.0) == []
+    assert only(SendAttach, asks.tick(10.5)).worker == "w1"
+    assert asks.no_responders("w1", 10.6) == []
+    asks.reconnected(10.7)
+    assert asks.no_responders("w1", 10.8) == []
+    assert asks.worker == "w1"
+    assert asks.tick(12.6) == []
+    assert only(SendAttach, asks.tick(12.7)).worker == "w1"
+    assert asks.no_responders("w1", 12.7) == [Nak("ack.c1")]
+
+
 def test_no_is_seek_without_a_nak() -> None:
     asks = streaming()
     assert asks.no("w1", No("rid", asks.sid), 0.1) == []
