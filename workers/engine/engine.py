@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from itertools import compress, islice
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -58,6 +58,8 @@ class Drawn(msgspec.Struct, gc=False):
 class Runner(Protocol):
     """What computes a step. Both methods may raise: that concerns the sequences of the plan and no others."""
 
+    verifies_drafts: ClassVar[bool] = False  # whether it computes and draws drafts, and that pays
+
     def forward(self, plan: StepPlan) -> Any:
         """Compute the plan's slices; the result is for `sample` only."""
 
@@ -90,7 +92,7 @@ class BatchEngine:
         self._inbox: SimpleQueue[EngineRequest | str | None] = SimpleQueue()
         self._runs: dict[str, Run] = {}
         self._scheduler = self._new_scheduler()
-        self._drafter = Drafter() if settings.speculation == "ngram" and info.device == "cpu" else None
+        self._drafter = Drafter() if settings.speculation == "ngram" and runner.verifies_drafts else None
         self._submitted = 0
         self._begun = 0
         self._steps = 0

@@ -1,7 +1,7 @@
 """The torch runner: a Hugging Face decoder computes packed batches over our paged cache."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,6 +15,8 @@ from workers.engine.scheduler import StepPlan
 @dataclass(slots=True, eq=False)
 class TorchRunner:
     """`model` calls attention layers that read `current` (see attention.py)."""
+
+    verifies_drafts: ClassVar[bool] = True
 
     model: Any
     current: Current

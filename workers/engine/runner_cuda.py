@@ -1,7 +1,7 @@
 """The torch runner on a GPU: batches from pinned memory, decode steps from graphs."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,6 +16,8 @@ from workers.engine.scheduler import StepPlan
 @dataclass(slots=True)
 class CudaRunner:
     """`model` calls attention layers that read `current` (see attention.py). Without `graphs` every step runs eagerly."""
+
+    verifies_drafts: ClassVar[bool] = False
 
     model: Any
     current: CudaCurrent

@@ -19,7 +19,7 @@ from shared.errors import BadRequest, Unsupported
 from shared.records import EngineSettings
 from shared.wire import Grammar, Input, Logprob, TopLogprob
 from workers.engine.blocks import BLOCK_TOKENS
-from workers.engine.engine import BatchEngine, Drawn
+from workers.engine.engine import BatchEngine, Drawn, Runner
 from workers.engine.load import LoadRefused
 from workers.engine.pacer import Cost
 from workers.engine.request import EngineInfo
@@ -129,7 +129,7 @@ class _WordStream:
 _WORD_STREAM = _WordStream()
 
 
-class SimulatedRunner:
+class SimulatedRunner(Runner):
     """Output token i of choice c is a hash of (prompt ids, seed, c, i); at temperature 0 of (prompt ids, i)."""
 
     def __init__(self, step_ms: Callable[[Load], float] | None, mortal: bool = False) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from workers.engine.blocks import BLOCK_TOKENS
-from workers.engine.engine import Drawn
+from workers.engine.engine import Drawn, Runner
 from workers.engine.sequence import Sequence, Slice, StepPlan
 
 VOCABULARY = 1000
@@ -35,7 +35,7 @@ def expected_output(owner: str, prompt: list[int], count: int, choice: int = 0, 
     return output
 
 
-class PagedMemory:
+class PagedMemory(Runner):
     """A runner. Each slot of the memory holds the state of the text up to its token."""
 
     def __init__(self, by_tenant: bool = True) -> None:

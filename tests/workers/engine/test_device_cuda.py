@@ -65,7 +65,7 @@ def test_a_loaded_engine_decodes_from_recorded_buckets(engine: BatchEngine, expe
     replayed = []
     replay = runner.graphs.replay
     runner.graphs.replay = lambda bucket, rows: (replayed.append((bucket, rows)), replay(bucket, rows))[1]  # type: ignore
-    outcomes = run_all(rebuilt(engine, slots=6), *requests())
+    outcomes = run_all(rebuilt(engine, slots=6, prefill_chunk=16), *requests())
     assert [outcome.ids[0] for outcome in outcomes] == expected
     assert (4, 3) in replayed
 

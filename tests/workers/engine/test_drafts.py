@@ -278,6 +278,8 @@ def test_what_follows_an_answer_finds_it_in_the_prefix_cache(engine: BatchEngine
 class Reciting(PagedMemory):
     """Says `text` again and again, whatever the prompt."""
 
+    verifies_drafts = True
+
     def __init__(self, text: list[int]) -> None:
         super().__init__()
         self.said = text
@@ -296,9 +298,9 @@ class Reciting(PagedMemory):
         return Drawn(tokens, counts=counts)
 
 
-def reciting_engine(text: list[int], device: str = "cpu", **settings: Any) -> BatchEngine:
-    info = EngineInfo(max_model_len=256, slots=4, blocks_total=64, device=device, dtype="none")
-    return BatchEngine(Reciting(text), SimulatedText(), info, EngineSettings(**settings))
+def reciting_engine(text: list[int], runner: type[Reciting] = Reciting, **settings: Any) -> BatchEngine:
+    info = EngineInfo(max_model_len=256, slots=4, blocks_total=64, device="none", dtype="none")
+    return BatchEngine(runner(text), SimulatedText(), info, EngineSettings(**settings))
 
 
 @pytest.mark.parametrize("place", range(2, 18))
@@ -315,10 +317,12 @@ def test_a_token_that_ends_the_output_is_its_last_wherever_in_a_draft_it_stands(
     assert counted.usage.completion_tokens == place
 
 
-def test_only_a_cpu_drafts_and_only_if_it_is_not_told_otherwise() -> None:
+def test_drafts_are_for_runners_that_verify_them_and_only_if_not_told_otherwise() -> None:
+    class Other(Reciting):
+        verifies_drafts = False
+
     text = list(range(100, 110))
-    for device, settings in (("cpu", {"speculation": "off"}), ("cuda", {}), ("simulated", {})):
-        engine = reciting_engine(text, device, **settings)
+    for engine in (reciting_engine(text, speculation="off"), reciting_engine(text, Other)):
         run_all(engine, request("a", text, max_tokens=40))
         assert engine.stats().drafted == 0
         assert engine.stats().steps == 40

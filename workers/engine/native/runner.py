@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class NativeRunner(Runner):
+    verifies_drafts = True
+
     def __init__(self, decoder: NativeDecoder, packer: Packer, sampler: Sampler) -> None:
         self.decoder = decoder
         self._packer = packer
@@ -40,6 +42,8 @@ class UpgradingRunner(Runner):
     The two round differently in bf16. So a sequence is computed to its end by what computed its first token: until the
     last of the older ones has ended a step may be two forwards. Both work on the same cache.
     """
+
+    verifies_drafts = True
 
     def __init__(self, first: Runner, retire: Callable[[], None]) -> None:
         """`retire` is called when `first` is not needed any more."""
