@@ -12,7 +12,7 @@ from workers.engine.fairness import Account, TenantLedger
 from workers.engine.pacer import Pacer
 from workers.engine.prefix import PrefixCache
 from workers.engine.request import TenantLimits
-from workers.engine.sequence import Sequence, Slice, StepPlan, load_of
+from workers.engine.sequence import Load, Sequence, Slice, StepPlan, load_of
 from workers.engine.shares import shares
 
 PREEMPTIONS_MAX = 3  # of one sequence: then nobody is admitted before it, and others leave rather than it
@@ -151,6 +151,60 @@ class Scheduler:
             if end // BLOCK_TOKENS != start // BLOCK_TOKENS:
                 self._growing.append(sequence)
                 self.cache.completed(sequence, start // BLOCK_TOKENS, end // BLOCK_TOKENS)
+
+    def outlook(self) -> tuple[int, Load]:
+        """How many of the next plans are sure to be one token for each in the batch and nothing else, and the load of the first.
+
+        That holds as long as nobody is added, removed or given a draft; 0: not known. For whoever knows what such a step
+        takes and need not see it: a simulation can `decode` them at once. At most one block less than a block's tokens.
+        """
+        running, steps, context = self.running, BLOCK_TOKENS - 1, 0
+        load = Load(len(running), len(running))
+        if self._suspects or (self.ledger.waiting and len(running) < self.slots_limit):
+            return 0, load
+        for sequence in running:
+            length = len(sequence.tokens)
+            if length - sequence.computed != 1 or sequence.draft:
+                return 0, load
+            steps = min(steps, sequence.length_max - length)
+            context += length
+        load.context = context
+        # each begins one block at most in so many steps
+        if not running or self.pool.free < len(running):
+            return 0, load
+        for account in self.ledger.active:
+            if account.slots > 1 and account.blocks + account.slots > self._blocks_cap(account.limits):
+                return 0, load
+        return steps, load
+
+    def decode(self, steps: int, token: int = 0) -> None:
+        """`plan` and `commit` so many times, of what `outlook` said: each in the batch draws `token` in each of them.
+
+        The result is the same to the last block.
+        """
+        if self._growing:
+            self._grow()
+        crossing: dict[int, list[Sequence]] = {}
+        drawn = [token] * steps
+        for sequence in self.running:
+            crosses = BLOCK_TOKENS - sequence.computed % BLOCK_TOKENS  # the step that completes its block
+            if crosses <= steps:
+                crossing.setdefault(crosses, []).append(sequence)
+            sequence.tokens += drawn
+            sequence.computed += steps
+            sequence.account.output += steps
+        for step in sorted(crossing):
+            if self._growing:
+                self._grow()
+            self._growing = crossing[step]
+            for sequence in self._growing:
+                end = (sequence.computed - steps + step) // BLOCK_TOKENS
+                self.cache.completed(sequence, end - 1, end)
+        if self._growing and steps not in crossing:
+            self._grow()
+        self.steps += steps
+        self.blocked = self.ledger.waiting > 0
+        self.places = len(self.running)
 
     def suspect(self, sequence: Sequence) -> None:
         """A step with this sequence raised: compute it anew, alone, before anything else goes on."""
