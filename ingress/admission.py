@@ -1,7 +1,7 @@
 """From a decoded body to a request that may be published: validity, then the tenant's queue. No I/O."""
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ingress.schemas import Body
 from ingress.translate import check_prompt_length, refuse_not_served, to_sampling
@@ -9,9 +9,6 @@ from shared.errors import BadRequest, QueueFull
 from shared.records import Version
 from shared.settings import Settings
 from shared.wire import Request, new_id
-
-if TYPE_CHECKING:
-    from shared.dispatch import Dispatcher
 
 RATE_WINDOW_S = 30.0
 RETRY_AFTER_UNKNOWN_S = 5.0  # nothing has left the queue of late: no rate to compute with
@@ -48,10 +45,15 @@ class QueueRate:
             samples.append((now, left))
 
 
+class Queues(Protocol):
+    def queued(self, tenant: str) -> int:
+        """Requests of a tenant that are published and that no worker has accepted yet."""
+
+
 class Admission:
     """The checks of an inference request once its version is known."""
 
-    def __init__(self, settings: Settings, dispatcher: "Dispatcher") -> None:
+    def __init__(self, settings: Settings, dispatcher: Queues) -> None:
         self._settings, self._dispatcher = settings, dispatcher
         self._rates: dict[str, QueueRate] = {}
 
@@ -66,14 +68,15 @@ class Admission:
         samplings = [to_sampling(body, version, self._settings) for _ in prompts]  # each has a seed of its own
         for prompt in prompts:
             check_prompt_length(prompt, body_bytes, version, self._settings)
-        self._check_queue(tenant, len(prompts), now)
+        self.check_queue(tenant, len(prompts), now)
         rids = [rid, *(new_id() for _ in prompts[1:])]
         return [
             Request(each, version.model, version.version, prompt, sampling)
             for each, prompt, sampling in zip(rids, prompts, samplings, strict=True)
         ]
 
-    def _check_queue(self, tenant: str, wanted: int, now: float) -> None:
+    def check_queue(self, tenant: str, wanted: int, now: float) -> None:
+        """Take note of `wanted` requests of a tenant, about to be published. Raises QueueFull."""
         queued, queued_max = self._dispatcher.queued(tenant), self._settings.tenant_queue_max
         rate = self._rates.setdefault(tenant, QueueRate())
         if queued + wanted > queued_max:

@@ -28,6 +28,72 @@ class _Pull(msgspec.Struct):
     ends: float
 
 
+class Credit:
+    """The pulls that the server holds of one puller, and when to ask for more. Pure: time is passed in, in seconds."""
+
+    def __init__(self, heartbeat_s: float, expires_s: float) -> None:
+        self._heartbeat_s, self._expires_s = heartbeat_s, expires_s
+        self._pulls: dict[str, _Pull] = {}
+        self._retry_at = 0.0
+
+    @property
+    def outstanding(self) -> int:
+        """Credit that the server holds."""
+        return sum(pull.left for pull in self._pulls.values())
+
+    @property
+    def open(self) -> int:
+        """Pulls that the server may still serve."""
+        return len(self._pulls)
+
+    def is_worth_a_pull(self, free: int) -> bool:
+        """Whether so much has come back that it is worth a message of its own."""
+        outstanding = self.outstanding
+        return free - outstanding > outstanding // 4
+
+    def next(self, free: int, now: float) -> int:
+        """Messages to pull now, or 0. What the server has forgotten, or must have, is forgotten."""
+        for name, pull in list(self._pulls.items()):
+            if now - pull.heard > 2.5 * self._heartbeat_s or now > pull.ends or pull.left <= 0:
+                del self._pulls[name]
+        if len(self._pulls) >= PULLS_MAX or now < self._retry_at:
+            return 0
+        return max(0, free - self.outstanding)
+
+    def pulled(self, name: str, batch: int, now: float) -> None:
+        """A pull is sent."""
+        self._pulls[name] = _Pull(batch, now, now + self._expires_s + self._heartbeat_s)
+
+    def message(self, now: float) -> bool:
+        """A message came; whether it was the last of its pull.
+
+        It carries its own subject and does not name its pull: the oldest with credit left is debited.
+        """
+        for pull in self._pulls.values():
+            pull.heard = now
+            if pull.left > 0:
+                pull.left -= 1
+                return pull.left == 0
+        return False
+
+    def heartbeat(self, name: str, now: float) -> None:
+        if (pull := self._pulls.get(name)) is not None:
+            pull.heard = now
+
+    def ended(self, name: str) -> bool:
+        """The server says that it will serve a pull no more; False: it is one that is forgotten already."""
+        return self._pulls.pop(name, None) is not None
+
+    def rest(self, until: float) -> None:
+        """No pull before that."""
+        self._retry_at = until
+
+    def reset(self) -> None:
+        """A new connection: the server has no pulls of ours."""
+        self._pulls.clear()
+        self._retry_at = 0.0
+
+
 class Puller:
     """Pulls from one durable consumer as long as `free()` says that more can be taken.
 
@@ -43,10 +109,9 @@ class Puller:
         self._heartbeat_s = min(settings.pull_heartbeat_s, 0.4 * settings.pull_expires_s)
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox = f"{bus.inbox}_pull.{new_id()}"
-        self._pulls: dict[str, _Pull] = {}
+        self._credit = Credit(self._heartbeat_s, settings.pull_expires_s)
         self._number = 0
         self._wake = asyncio.Event()
-        self._retry_at = 0.0
         self._stopped = False
         self._subscription: Subscription | None = None
         self._task: asyncio.Task[None] | None = None
@@ -70,23 +135,20 @@ class Puller:
     @property
     def outstanding(self) -> int:
         """Credit that the server holds."""
-        return sum(pull.left for pull in self._pulls.values())
+        return self._credit.outstanding
 
     @property
     def open(self) -> int:
         """Pulls that the server may still serve."""
-        return len(self._pulls)
+        return self._credit.open
 
     def pump(self) -> None:
         """Credit may have grown: pull once what came back is worth a message of its own."""
-        if not self._wake.is_set():
-            outstanding = self.outstanding
-            if self._free() - outstanding > outstanding // 4:
-                self._wake.set()
+        if not self._wake.is_set() and self._credit.is_worth_a_pull(self._free()):
+            self._wake.set()
 
     def _reset(self) -> None:
-        self._pulls.clear()
-        self._retry_at = 0.0
+        self._credit.reset()
         self._wake.set()
 
     async def _run(self) -> None:
@@ -97,18 +159,15 @@ class Puller:
                     await self._wake.wait()
             self._wake.clear()
             now = loop.time()
-            for inbox, pull in list(self._pulls.items()):
-                if now - pull.heard > 2.5 * self._heartbeat_s or now > pull.ends or pull.left <= 0:
-                    del self._pulls[inbox]
-            credit = self._free() - self.outstanding
-            if credit > 0 and len(self._pulls) < PULLS_MAX and now >= self._retry_at and self._bus.connected:
-                await self._pull(credit, now)
+            batch = self._credit.next(self._free(), now)
+            if batch > 0 and self._bus.connected:
+                await self._pull(batch, now)
 
     async def _pull(self, batch: int, now: float) -> None:
         settings = self._bus.settings
         self._number += 1
         inbox = f"{self._inbox}.{self._number}"
-        self._pulls[inbox] = _Pull(batch, now, now + settings.pull_expires_s + self._heartbeat_s)
+        self._credit.pulled(inbox, batch, now)
         body = msgspec.json.encode(
             {
                 "batch": batch,
@@ -120,26 +179,19 @@ class Puller:
 
     def _on_message(self, message: Message) -> None:
         now = asyncio.get_running_loop().time()
+        credit = self._credit
         if not message.status:
-            # a message carries its own subject and does not name its pull: the oldest with credit left is debited
-            for pull in self._pulls.values():
-                pull.heard = now
-                if pull.left > 0:
-                    pull.left -= 1
-                    if pull.left == 0:
-                        self._wake.set()
-                    break
+            if credit.message(now):
+                self._wake.set()
             self._on_pulled(message)
             return
-        pull_here = self._pulls.get(message.subject)
-        if pull_here is None:
-            return
         if message.status == HEARTBEAT:
-            pull_here.heard = now
+            credit.heartbeat(message.subject, now)
+            return
+        if not credit.ended(message.subject):
             return
         if message.status == NO_RESPONDERS or (message.status != TIMED_OUT and PENDING_HEADER not in message.headers):
             # no leader, or no consumer (it may be being created): try again a little later
             log.info("pull from %s: %s %s", self._next, message.status, message.headers.get("Description", ""))
-            self._retry_at = now + 0.25
-        del self._pulls[message.subject]
+            credit.rest(now + 0.25)
         self._wake.set()

@@ -1,4 +1,6 @@
-"""Hands a request back that this worker cannot begin in time, for another worker to take.
+"""Which requests a worker takes, and which it hands back.
+
+It hands back what it cannot begin in time, for another worker to take.
 
 Only while another worker has a pull open at the broker, which is to say that it is there and has room. What is handed back is
 redelivered at once; a worker does so once for each request (`ClaimTable.hand_back`), so that it comes to rest, at the
@@ -11,6 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from shared.streams import ConsumerInfo
 
 EVERY_S = 1.0  # questions to the broker
+
+
+def free_slots(slots: int, holding: int, full: bool) -> int:
+    """Requests that a worker with so many claims may take.
+
+    `full`: it drains, or one waits for room already: others would only wait too, and another worker may have room for them.
+    """
+    return 0 if full else slots - holding
 
 
 class HandBack:

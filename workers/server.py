@@ -19,7 +19,7 @@ from shared.streams import delivery_of
 from shared.wire import Malformed
 from workers.claims import Abort, Ack, Action, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
 from workers.engine.request import Engine, EngineRequest, TokenEvent
-from workers.handback import HandBack
+from workers.handback import HandBack, free_slots
 from workers.metrics import WorkerMetrics
 from workers.observer import RunObserver
 from workers.replier import Replier
@@ -157,9 +157,8 @@ class WorkerServer:
     # -- what arrives --------------------------------------------------------------------------------------------------
 
     def _free(self) -> int:
-        # Behind a request that waits for room others would only wait too: another worker may have room for them.
-        full = self._table.draining or self._engine.stats().blocked
-        return 0 if full else self._engine.info.slots - self._table.holding
+        table, engine = self._table, self._engine
+        return free_slots(engine.info.slots, table.holding, engine.stats().blocked or table.draining)
 
     def _on_message(self, message: Message) -> None:
         if "Nats-Marker-Reason" in message.headers:  # a marker that a message expired is not a request

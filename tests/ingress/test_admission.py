@@ -25,7 +25,7 @@ def admit(dispatcher: Dispatcher, admission: Admission, make: Any, body: dict[st
 
 
 def test_a_request_for_each_prompt_with_a_seed_of_its_own(make: Any) -> None:
-    admission = Admission(Settings(tenant_queue_max=3), Dispatcher(0))  # type: ignore[arg-type]
+    admission = Admission(Settings(tenant_queue_max=3), Dispatcher(0))
     first, second, third = admit(Dispatcher(0), admission, make, {"prompt": ["a", [1, 2], "b"], "n": 2})
     assert first.rid == "rid"
     assert len({each.rid for each in (first, second, third)}) == 3
@@ -37,7 +37,7 @@ def test_a_request_for_each_prompt_with_a_seed_of_its_own(make: Any) -> None:
 
 
 def test_prompts_count_one_by_one(make: Any) -> None:
-    admission = Admission(Settings(tenant_queue_max=3, prompts_max=4), Dispatcher(1))  # type: ignore[arg-type]
+    admission = Admission(Settings(tenant_queue_max=3, prompts_max=4), Dispatcher(1))
     assert len(admit(Dispatcher(1), admission, make, {"prompt": ["a", "b"]})) == 2
     with pytest.raises(QueueFull):
         admit(Dispatcher(1), admission, make, {"prompt": ["a", "b", "c"]})
@@ -47,7 +47,7 @@ def test_prompts_count_one_by_one(make: Any) -> None:
 
 def test_a_full_queue_refuses_with_a_computed_retry_after(make: Any) -> None:
     dispatcher = Dispatcher(0)
-    admission = Admission(Settings(tenant_queue_max=91), dispatcher)  # type: ignore[arg-type]
+    admission = Admission(Settings(tenant_queue_max=91), dispatcher)
     for second in range(10):  # ten published a second, one of them taken
         for _ in range(10):
             admit(dispatcher, admission, make, {"prompt": "x"}, float(second))
@@ -61,7 +61,7 @@ def test_a_full_queue_refuses_with_a_computed_retry_after(make: Any) -> None:
 
 
 def test_validity_comes_before_the_queue(make: Any) -> None:
-    admission = Admission(Settings(tenant_queue_max=0), Dispatcher(0))  # type: ignore[arg-type]
+    admission = Admission(Settings(tenant_queue_max=0), Dispatcher(0))
     with pytest.raises(BadRequest):
         admit(Dispatcher(0), admission, make, {"prompt": ""})
     with pytest.raises(QueueFull):

@@ -153,7 +153,7 @@ class Scheduler:
                 self.cache.completed(sequence, start // BLOCK_TOKENS, end // BLOCK_TOKENS)
 
     def outlook(self) -> tuple[int, Load]:
-        """How many of the next plans are sure to be one token for each in the batch and nothing else, and the load of the first.
+        """How many of the next plans are sure to be a token for each in the batch and nothing else, and the load of the first.
 
         That holds as long as nobody is added, removed or given a draft; 0: not known. For whoever knows what such a step
         takes and need not see it: a simulation can `decode` them at once. At most one block less than a block's tokens.
