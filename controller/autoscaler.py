@@ -1,6 +1,7 @@
 """How many replicas each version should have: a pure function of what was observed. No I/O, no clock of its own."""
 
 import math
+from collections import deque
 
 from msgspec import Struct
 
@@ -29,6 +30,13 @@ class Sample(Struct, frozen=True):
 
     at: float  # seconds, on the clock of `now`
     work: int
+
+
+def remember(history: deque[Sample], sample: Sample, window_s: float) -> None:
+    """Add a sample to what the scale-down window holds."""
+    while history and history[0].at <= sample.at - window_s:
+        history.popleft()
+    history.append(sample)
 
 
 class VersionFacts(Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from controller.autoscaler import Lag, Sample, VersionFacts
+from controller.autoscaler import Lag, Sample, VersionFacts, remember
 from controller.fleet import Member, SeenLease
 from shared import subjects
 from shared.bus import Bus, Message
@@ -156,9 +156,7 @@ class Observer:
         if lag.total:
             self._busy_at[name] = now
         history = self._history.setdefault(name, deque())
-        while history and history[0].at <= now - self._settings.scale_down_window_s:
-            history.popleft()
-        history.append(Sample(now, lag.total))
+        remember(history, Sample(now, lag.total), self._settings.scale_down_window_s)
 
     def _expire(self, now: float) -> None:
         """Mark what has not been heard for a TTL of listening. Time in which we could not hear does not count."""

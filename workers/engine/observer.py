@@ -17,7 +17,7 @@ class StepObserver:
         self.step_ms = 0.0
         self.late: tuple[str, ...] = ()
         self._ttft_ms_target = ttft_ms_target
-        self._tend_at = 0.0
+        self.tend_at = 0.0
         self._judge_at = 0.0
 
     def step(self, scheduler: Scheduler, plan: StepPlan, begin: float, now: float) -> None:
@@ -27,8 +27,8 @@ class StepObserver:
         if plan.load is not None:
             scheduler.pacer.observe(plan.load, ms)
             scheduler.late = self._is_late(plan, now)
-        if now >= self._tend_at:
-            self._tend_at = now + TEND_EVERY_S
+        if now >= self.tend_at:
+            self.tend_at = now + TEND_EVERY_S
             scheduler.ledger.publish()
             self.late = self._late(scheduler, now) if scheduler.ledger.waiting else ()
             if now >= self._judge_at:

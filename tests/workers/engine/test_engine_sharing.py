@@ -129,14 +129,14 @@ def test_a_run_that_will_be_late_is_named_until_it_is_in_the_batch() -> None:
 
     async def main() -> None:
         driver = Driver(counting_engine(runner, slots=1))
-        driver.engine._observer._tend_at = 0.0
+        driver.engine._observer.tend_at = 0.0
         late, patient = request("late", [2], max_tokens=2), request("patient", [3], max_tokens=2)
         late.admit_by, patient.admit_by = time.monotonic() + 0.05, time.monotonic() + 3600
         driver.submit(request("running", [1], max_tokens=60), late, patient)
         await driver.until(lambda: driver.engine.stats().running == 1)
-        driver.engine._observer._tend_at = 0.0
+        driver.engine._observer.tend_at = 0.0
         await driver.until(lambda: len(runner.plans) > 15)
-        driver.engine._observer._tend_at = 0.0
+        driver.engine._observer.tend_at = 0.0
         await driver.until(lambda: driver.engine.stats().late == ("late",))
         assert driver.engine.stats().blocked
         gate.set()

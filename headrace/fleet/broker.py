@@ -1,0 +1,96 @@
+"""The queue as JetStream keeps it: open pulls are served in turn, what nobody pulls waits, what comes back goes first."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.fleet.clock import Clock
+from headrace.fleet.workload import Request
+from shared.streams import ConsumerInfo
+
+
+class Puller(Protocol):
+    """Who pulls. `listens`: until it is not there any more; then its pulls are passed over."""
+
+    listens: bool
+
+    def message(self, request: Request) -> None: ...
+
+    def pull_ended(self, name: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    puller: Puller
+    name: str
+    left: int
+
+
+class Broker:
+    """The durable consumer of one model version (lane `fast`)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._pulls: deque[_Pull] = deque()
+        self._waiting: deque[Request] = deque()
+        self._returned: deque[Request] = deque()
+        self.claimed = 0  # delivered and not acknowledged
+        self.paused = False
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting) + len(self._returned)
+
+    def info(self) -> ConsumerInfo:
+        """What the server says of the consumer."""
+        open_pulls = sum(pull.puller.listens and pull.left > 0 for pull in self._pulls)
+        return ConsumerInfo(num_pending=self.pending, num_ack_pending=self.claimed, num_waiting=open_pulls)
+
+    def publish(self, request: Request) -> None:
+        self._waiting.append(request)
+        self._serve()
+
+    def give_back(self, request: Request) -> None:
+        """A negative acknowledgement: it is delivered again, before all others."""
+        self.claimed -= 1
+        self._returned.append(request)
+        self._serve()
+
+    def acknowledge(self) -> None:
+        self.claimed -= 1
+
+    def pull(self, puller: Puller, name: str, batch: int, expires: float) -> None:
+        pull = _Pull(puller, name, batch)
+        self._pulls.append(pull)
+        self._clock.at(expires, self._expire, pull)
+        self._serve()
+
+    def resume(self) -> None:
+        self.paused = False
+        self._serve()
+
+    def withdraw(self, request: Request) -> bool:
+        """Delete a message that nobody has claimed."""
+        for queue in (self._waiting, self._returned):
+            if request in queue:
+                queue.remove(request)
+                return True
+        return False
+
+    def _serve(self) -> None:
+        pulls = self._pulls
+        while pulls and not self.paused and (queue := self._returned or self._waiting):
+            pull = pulls.popleft()
+            if pull.left <= 0 or not pull.puller.listens:
+                continue
+            request = queue.popleft()
+            pull.left -= 1
+            if pull.left:
+                pulls.append(pull)
+            self.claimed += 1
+            pull.puller.message(request)
+
+    def _expire(self, pull: _Pull) -> None:
+        if pull.left > 0 and pull.puller.listens:
+            pull.left = 0
+            pull.puller.pull_ended(pull.name)

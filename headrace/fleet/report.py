@@ -1,0 +1,278 @@
+"""What a simulation is worth: percentiles, the share of requests within the SLA, the fleet over time, money."""
+
+from array import array
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from headrace.fleet.control import Control
+from headrace.fleet.scenario import Scenario
+from headrace.fleet.workload import Request
+from headrace.fleet.worker import GAP_BUCKETS_PER_MS, Fleet
+
+TENANTS_SHOWN = 50
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """The fleet at one time."""
+
+    at_s: float
+    workers: dict[str, int]  # by state
+    queued: int
+    claimed: int
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class TenantResult(Struct, frozen=True, kw_only=True):
+    requests: int
+    finished: int
+    ttft_ms: Spread
+    service: int  # prompt tokens + 2 x output tokens, as the ledger counts
+    service_per_weight: float
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """`tpot_ms`: of each request, the mean time from one token to the next. `gap_ms`: of all tokens, also the warm-up's."""
+
+    scenario: str
+    profile: str
+    seed: int
+    workers: int
+    slots: int
+    kv_tokens: int  # of a worker
+    seconds: float
+    requests: int
+    finished: int
+    cancelled: int
+    unfinished: int
+    refused: dict[str, int]
+    holds: bool  # both 99th percentiles are within the SLA, and nothing was refused or left over
+    attainment: float  # the share of requests that met both targets
+    goodput: float  # of these, a second
+    tokens_per_s: float
+    ttft_ms: Spread
+    tpot_ms: Spread
+    gap_ms: Spread
+    queue_ms: Spread  # from arrival to the batch
+    batch: float  # sequences, on average over the steps
+    preemptions: int
+    redelivered: int
+    cached_share: float  # of prompt tokens
+    gpu_hours: float
+    usd: float
+    usd_per_million_tokens: float
+    jain: float  # of the tenants' service by weight
+    starts: int
+    drains: int
+    tenants: dict[str, TenantResult]
+    timeline: list[Sample]
+    windows: list[dict[str, float]]  # by time of arrival: at_s, requests, ttft_p99_ms, tpot_p99_ms
+
+    def encoded(self) -> bytes:
+        """The same bytes for the same scenario and seed."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+
+class Records:
+    """What became of the requests that came after the warm-up."""
+
+    def __init__(self, starts: float, ends: float) -> None:
+        self._starts, self._ends = starts, ends
+        self._numbers = 0
+        self.open = 0
+        self.requests = 0
+        self.cancels = 0
+        self.redelivered = 0
+        self.refusals: dict[str, int] = {}
+        self.worker_s = 0.0
+        self.tenants: list[str] = []
+        self.weights: list[float] = []
+        self._tenant_numbers: dict[str, int] = {}
+        self.asked: dict[int, int] = {}
+        self.tenant, self.output, self.prompt = array("l"), array("l"), array("l")
+        self.at, self.admitted, self.first, self.done = array("d"), array("d"), array("d"), array("d")
+
+    def new(self, request: Request) -> int:
+        self._numbers += 1
+        if self._measured(request):
+            self.open += 1
+            self.requests += 1
+            number = self._tenant(request)
+            self.asked[number] = self.asked.get(number, 0) + 1
+        return self._numbers
+
+    def finished(self, request: Request) -> None:
+        if not self._measured(request) or request.given_up_at < request.done:
+            return
+        self.open -= 1
+        self.redelivered += request.claims > 1
+        self.tenant.append(self._tenant(request))
+        self.prompt.append(request.prompt)
+        self.output.append(request.output)
+        self.at.append(request.at)
+        self.admitted.append(request.admitted)
+        self.first.append(request.first)
+        self.done.append(request.done)
+
+    def cancelled(self, request: Request) -> None:
+        if self._measured(request):
+            self.open -= 1
+            self.cancels += 1
+
+    def refused(self, request: Request, reason: str) -> None:
+        if self._measured(request):
+            self.open -= 1
+            self.refusals[reason] = self.refusals.get(reason, 0) + 1
+
+    def _measured(self, request: Request) -> bool:
+        return self._starts <= request.at < self._ends
+
+    def _tenant(self, request: Request) -> int:
+        number = self._tenant_numbers.get(request.tenant)
+        if number is None:
+            number = self._tenant_numbers[request.tenant] = len(self.tenants)
+            self.tenants.append(request.tenant)
+            self.weights.append(request.limits.weight)
+        return number
+
+
+def summarise(
+    scenario: Scenario, fleet: Fleet, records: Records, samples: list[Sample], control: Control | None
+) -> Result:
+    path_ms = scenario.fleet.path_ms
+    at, first, done = np.asarray(records.at), np.asarray(records.first), np.asarray(records.done)
+    output = np.asarray(records.output)
+    ttft = (first - at) * 1e3 + path_ms
+    several = output > 1
+    tpot = np.where(several, (done - first) * 1e3 / np.maximum(output - 1, 1), 0.0)
+    queue = (np.asarray(records.admitted) - at) * 1e3
+    sla, seconds = scenario.sla, scenario.seconds
+    good = int(((ttft <= sla.ttft_ms) & (tpot <= sla.tpot_ms)).sum())
+    spreads = _spread(ttft), _spread(tpot[several])
+    unfinished = records.open
+    tokens = int(output.sum())
+    usd = records.worker_s / 3600 * fleet.profile.usd_per_hour
+    tenants, jain = _tenants(records, ttft)
+    tokens_made = sum(fleet.gaps.values())
+    return Result(
+        scenario=scenario.name,
+        profile=fleet.profile.name,
+        seed=scenario.seed,
+        workers=scenario.fleet.workers,
+        slots=fleet.slots,
+        kv_tokens=fleet.blocks * 16,
+        seconds=seconds,
+        requests=records.requests,
+        finished=len(at),
+        cancelled=records.cancels,
+        unfinished=unfinished,
+        refused=dict(sorted(records.refusals.items())),
+        holds=bool(
+            spreads[0].p99 <= sla.ttft_ms
+            and spreads[1].p99 <= sla.tpot_ms
+            and not unfinished
+            and not records.refusals
+            and len(at) > 0
+        ),
+        attainment=_rounded(good / max(1, records.requests - records.cancels)),
+        goodput=_rounded(good / seconds),
+        tokens_per_s=_rounded(tokens / seconds),
+        ttft_ms=spreads[0],
+        tpot_ms=spreads[1],
+        gap_ms=_spread_of_buckets(fleet.gaps),
+        queue_ms=_spread(queue),
+        batch=_rounded(tokens_made / max(1, fleet.steps)),
+        preemptions=fleet.preemptions,
+        redelivered=records.redelivered,
+        cached_share=_rounded(fleet.cached_tokens / max(1, fleet.cached_tokens + fleet.prompt_tokens)),
+        gpu_hours=_rounded(records.worker_s / 3600),
+        usd=_rounded(usd),
+        usd_per_million_tokens=_rounded(usd / max(1, tokens) * 1e6),
+        jain=jain,
+        starts=control.starts if control else 0,
+        drains=control.drains if control else 0,
+        tenants=tenants,
+        timeline=samples,
+        windows=_windows(scenario, at - scenario.warmup_s, ttft, tpot),
+    )
+
+
+def _tenants(records: Records, ttft: Any) -> tuple[dict[str, TenantResult], float]:
+    tenant = np.asarray(records.tenant)
+    service = np.asarray(records.prompt) + 2 * np.asarray(records.output)
+    found, shares = {}, []
+    for number, name in enumerate(records.tenants):
+        own = tenant == number
+        got = int(service[own].sum())
+        shares.append(got / records.weights[number])
+        if number < TENANTS_SHOWN:
+            found[name] = TenantResult(
+                requests=records.asked[number],
+                finished=int(own.sum()),
+                ttft_ms=_spread(ttft[own]),
+                service=got,
+                service_per_weight=_rounded(shares[-1]),
+            )
+    squares = sum(each * each for each in shares)
+    return dict(sorted(found.items())), _rounded(sum(shares) ** 2 / (len(shares) * squares)) if squares else 1.0
+
+
+def _windows(scenario: Scenario, at: Any, ttft: Any, tpot: Any) -> list[dict[str, float]]:
+    edges = np.linspace(0, scenario.seconds, min(60, max(2, int(scenario.seconds / 5))) + 1)
+    found = []
+    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        own = (at >= begin) & (at < end)
+        if own.any():
+            found.append(
+                {
+                    "at_s": _rounded(float(begin)),
+                    "requests": int(own.sum()),
+                    "ttft_p99_ms": _spread(ttft[own]).p99,
+                    "tpot_p99_ms": _spread(tpot[own]).p99,
+                }
+            )
+    return found
+
+
+def _spread(values: Any) -> Spread:
+    if len(values) == 0:
+        return Spread(mean=0.0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
+    p50, p90, p99 = (float(each) for each in np.percentile(values, [50, 90, 99]))
+    return Spread(
+        mean=_rounded(float(values.mean())),
+        p50=_rounded(p50),
+        p90=_rounded(p90),
+        p99=_rounded(p99),
+        max=_rounded(float(values.max())),
+    )
+
+
+def _spread_of_buckets(buckets: dict[int, int]) -> Spread:
+    total = sum(buckets.values())
+    if not total:
+        return Spread(mean=0.0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
+    order = sorted(buckets)
+
+    def at(share: float) -> float:
+        seen = 0
+        for bucket in order:
+            seen += buckets[bucket]
+            if seen >= share * total:
+                return (bucket + 0.5) / GAP_BUCKETS_PER_MS
+        return order[-1] / GAP_BUCKETS_PER_MS
+
+    mean = sum((bucket + 0.5) * count for bucket, count in buckets.items()) / total / GAP_BUCKETS_PER_MS
+    return Spread(mean=_rounded(mean), p50=at(0.5), p90=at(0.9), p99=at(0.99), max=(order[-1] + 0.5) / GAP_BUCKETS_PER_MS)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

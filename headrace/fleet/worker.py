@@ -1,0 +1,428 @@
+"""A simulated worker: the production's pull credit, scheduler, pacer, observer and hand-back over a cost model.
+
+Where nothing but decodes can come, `Scheduler.outlook` says for how many steps; they are one event, and whoever arrives
+meanwhile ends it at the next step edge. A test shows that nothing depends on that.
+"""
+
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace.fleet.broker import Broker
+from headrace.fleet.clock import Clock
+from headrace.fleet.profiles import Profile
+from headrace.fleet.workload import Request
+from shared.pull import Credit
+from shared.records import EngineSettings
+from shared.settings import Settings
+from shared.streams import ConsumerInfo
+from shared.wire import Sampling
+from workers.engine.blocks import BlockPool
+from workers.engine.observer import StepObserver
+from workers.engine.pacer import Cost, Pacer
+from workers.engine.request import EngineRequest
+from workers.engine.runs import Run
+from workers.engine.scheduler import Scheduler
+from workers.engine.sequence import Load, StepPlan, load_of
+from workers.engine.sim import SimulatedText
+from workers.handback import HandBack, free_slots
+
+GAP_BUCKETS_PER_MS = 10
+TEXT = SimulatedText()
+
+
+class Listener(Protocol):
+    """Who is told what becomes of requests and workers."""
+
+    def accepted(self, request: Request) -> None: ...
+
+    def finished(self, request: Request) -> None: ...
+
+    def refused(self, request: Request, reason: str) -> None: ...
+
+    def gone(self, worker: "Worker") -> None: ...
+
+
+@dataclass(eq=False, kw_only=True)
+class Fleet:
+    """What all workers of a simulation share."""
+
+    clock: Clock
+    broker: Broker
+    listener: Listener
+    profile: Profile
+    engine: EngineSettings
+    settings: Settings
+    cost: Cost  # as the probe of the engine finds it
+    slots: int
+    blocks: int
+    length_max: int  # tokens
+    dice: random.Random
+    jitter: float = 0.0
+    skips: bool = True
+    gaps: dict[int, int] = field(default_factory=dict)  # tokens by the time since the one before, in buckets
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0  # computed for the first time
+    cached_tokens: int = 0  # found in the prefix cache instead
+
+
+class Worker:
+    """starting -> active -> draining -> gone, or lost at any time."""
+
+    def __init__(self, name: str, fleet: Fleet, started: float) -> None:
+        self.name = name
+        self.state, self.since = "starting", started
+        self.started, self.ended = started, -1.0
+        self.slowdown = 1.0
+        self.listens = False
+        self.slots = 0  # as its lease says: 0 while it is not known
+        self._fleet = fleet
+        self._clock, self._broker = fleet.clock, fleet.broker
+        self._held: dict[str, Request] = {}  # by the run's key: each holds a slot
+        self._handed_back: set[int] = set()
+        self._inbox: list[Request | str] = []
+        self._epoch = 0  # of the event that this worker waits for
+        self._ends: list[float] = []  # of the steps that are under way and are all decodes
+        self._load = Load()  # of the first of them
+        self._until = 0  # of them, those that are run: more only if nothing comes
+        self._begin = 0.0
+        self._plan: StepPlan | None = None  # the step that is under way, if it is of another kind
+        self._pull_number = 0
+
+    @property
+    def claims(self) -> int:
+        return len(self._held)
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    def begin(self, _: object = None) -> None:
+        """Loaded: it claims from now on."""
+        if self.state != "starting":
+            return
+        fleet, engine, settings = self._fleet, self._fleet.engine, self._fleet.settings
+        self.state, self.since, self.slots, self.listens = "active", self._clock.now, fleet.slots, True
+        self._scheduler = Scheduler(
+            BlockPool(fleet.blocks),
+            fleet.slots,
+            engine.prefill_chunk,
+            reserved_fraction=engine.slots_reserved_fraction,
+            length_max=fleet.length_max,
+            pacer=Pacer(engine.tpot_ms_target, fleet.cost),
+            prefix_cache=engine.prefix_cache,
+        )
+        self._observer = StepObserver(engine.ttft_ms_target)
+        self._credit = Credit(min(settings.pull_heartbeat_s, 0.4 * settings.pull_expires_s), settings.pull_expires_s)
+        self._handback = HandBack(self._info, lambda: self._credit.open, self._hand_back)
+        self._pull()
+
+    def drain(self) -> None:
+        """Claim no more, let what is claimed finish, and end."""
+        if self.state == "starting":
+            self._end("gone")
+            return
+        self.state, self.since, self.listens = "draining", self._clock.now, False
+        self._clock.at(self._clock.now + self._fleet.settings.drain_budget_s, self._drain_is_over)
+        self._end_if_drained()
+
+    def lose(self) -> None:
+        """Its device is gone. Requesters hear nothing for a while, ask, and hand its messages back."""
+        if self.state in ("gone", "lost"):
+            return
+        for request in self._leave_all():
+            self._clock.at(self._clock.now + self._fleet.settings.silence_s, self._give_back, request)
+        self._end("lost")
+
+    def _drain_is_over(self, _: object) -> None:
+        if self.state == "draining":
+            for request in self._leave_all():
+                self._give_back(request)
+            self._end("gone")
+
+    def _leave_all(self) -> list[Request]:
+        """What it holds, with the tokens that it has handed out."""
+        if self.state == "starting":
+            return []
+        if self._ends:
+            self._decode(min(self._until, bisect_right(self._ends, self._clock.now)))
+        left = list(self._held.values())
+        for choice in [*self._scheduler.running, *self._waiting()]:
+            choice.memo.made = len(choice.tokens) - choice.prompt_length
+        self._held.clear()
+        return left
+
+    def _waiting(self) -> list[Any]:
+        return [choice for account in self._scheduler.ledger.order() for choice in account.waiting]
+
+    def _end(self, state: str) -> None:
+        self.state, self.since, self.ended = state, self._clock.now, self._clock.now
+        self.listens = False
+        self._epoch += 1
+        self._fleet.listener.gone(self)
+
+    def _end_if_drained(self) -> None:
+        if self.state == "draining" and not self._held:
+            self._end("gone")
+
+    def _give_back(self, request: Request) -> None:
+        self._broker.give_back(request)
+
+    # -- claims ------------------------------------------------------------------------------------------------------
+
+    def message(self, request: Request) -> None:
+        """The broker delivers."""
+        now = self._clock.now
+        is_last = self._credit.message(now)
+        request.claims += 1
+        if not request.accepted:
+            request.accepted = True
+            self._fleet.listener.accepted(request)
+        key = f"{request.number}.{request.claims}"
+        self._held[key] = request
+        self._inbox.append(request)
+        self._arrived()
+        if is_last:
+            self._pull()
+        else:
+            self._pump()
+
+    def cancel(self, request: Request) -> bool:
+        """The client has left. Whether this worker had its request."""
+        key = f"{request.number}.{request.claims}"
+        if key not in self._held:
+            return False
+        self._inbox.append(key)
+        self._arrived()
+        return True
+
+    def pull_ended(self, name: str) -> None:
+        if self._credit.ended(name):
+            self._pull()
+
+    def _free(self) -> int:
+        return free_slots(self.slots, len(self._held), self._scheduler.blocked or self.state == "draining")
+
+    def _pump(self) -> None:
+        if self.listens and self._credit.is_worth_a_pull(self._free()):
+            self._pull()
+
+    def _pull(self) -> None:
+        now = self._clock.now
+        batch = self._credit.next(self._free(), now)
+        if batch > 0 and self.listens:
+            self._pull_number += 1
+            name = str(self._pull_number)
+            self._credit.pulled(name, batch, now)
+            self._broker.pull(self, name, batch, now + self._fleet.settings.pull_expires_s)
+
+    async def _info(self) -> ConsumerInfo:
+        return self._broker.info()
+
+    def _hand_back(self, key: str) -> None:
+        request = self._held.get(key)
+        if request is None or request.number in self._handed_back:
+            return
+        self._handed_back.add(request.number)
+        self._remove(key)
+        self._broker.give_back(request)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _arrived(self) -> None:
+        """Something is in the inbox: it is taken in at the next step edge."""
+        if self._ends:
+            until = bisect_left(self._ends, self._clock.now) + 1
+            if until < self._until:
+                self._until = until
+                self._wait(self._ends[until - 1])
+        elif self._plan is None:
+            self._edge(None)
+
+    def _wait(self, when: float) -> None:
+        self._epoch += 1
+        self._clock.at(when, self._wake, self._epoch)
+
+    def _wake(self, epoch: int) -> None:
+        """The steps under way are done."""
+        if epoch != self._epoch:
+            return
+        if self._plan is not None:
+            self._commit(self._plan)
+        else:
+            self._decode(self._until)
+        self._look_for_others()
+        self._pump()
+        if self.state in ("active", "draining"):
+            self._edge(None)
+
+    def _edge(self, _: object) -> None:
+        """Take in what came, and begin the next step."""
+        self._intake()
+        scheduler, clock = self._scheduler, self._clock
+        if scheduler.idle:
+            self._observer.idle(scheduler)
+            return
+        self._begin = clock.now
+        steps, load = scheduler.outlook() if self._fleet.skips else (0, self._load)
+        if steps:
+            self._load, ends, end = load, self._ends, clock.now
+            sequences, context = load.sequences, load.context
+            for step in range(steps):
+                end += self._seconds(Load(sequences, sequences, context + sequences * step))
+                ends.append(end)
+            self._until = steps
+        else:
+            self._plan = plan = scheduler.plan()
+            self._fleet.preemptions += plan.preempted
+            end = clock.now + self._seconds(plan.load or load_of(plan.slices))
+        self._wait(end)
+
+    def _seconds(self, load: Load) -> float:
+        ms = self._fleet.profile.step_ms(load) * self.slowdown
+        if self._fleet.jitter:
+            ms *= 1 + abs(self._fleet.dice.gauss(0.0, 1.2533 * self._fleet.jitter)) - self._fleet.jitter
+        return ms / 1e3
+
+    def _intake(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for item in inbox:
+            if isinstance(item, str):
+                if item in self._held:
+                    self._remove(item)
+                    self._broker.acknowledge()
+            else:
+                self._start(item)
+
+    def _start(self, request: Request) -> None:
+        scheduler, engine, now = self._scheduler, self._fleet.engine, self._clock.now
+        key = f"{request.number}.{request.claims}"
+        length_max = request.prompt + request.output
+        if length_max > scheduler.capacity(request.limits):
+            del self._held[key]
+            self._broker.acknowledge()
+            self._fleet.listener.refused(request, "context_length_exceeded")
+            return
+        targets = [request.at + self._fleet.settings.queue_deadline_s]
+        if engine.ttft_ms_target is not None:
+            targets.append(now + engine.ttft_ms_target / 1e3)
+        run = Run(
+            EngineRequest(
+                key=key,
+                tenant=request.tenant,
+                prompt_ids=_prompt(request),
+                sampling=_sampling(request.output),
+                prefix=[[0] * request.made] if request.made else [],
+                limits=request.limits,
+                admit_by=min(targets),
+            ),
+            length_max,
+            TEXT,
+        )
+        run.begun = now
+        (choice,) = run.choices
+        choice.memo = request
+        scheduler.add(choice, request.limits)
+
+    def _remove(self, key: str) -> None:
+        """A run ends before its end."""
+        del self._held[key]
+        for choice in [*self._scheduler.running, *self._waiting()]:
+            if choice.key == key:
+                choice.memo.made = len(choice.tokens) - choice.prompt_length
+                self._scheduler.remove(choice)
+                break
+        self._end_if_drained()
+
+    def _commit(self, plan: StepPlan) -> None:
+        scheduler, now, fleet = self._scheduler, self._clock.now, self._fleet
+        self._plan = None
+        draws = sum(part.samples for part in plan.slices)
+        scheduler.commit(plan, [0] * draws)
+        fleet.steps += 1
+        over, firsts = [], 0
+        for part in plan.slices:
+            choice = part.sequence
+            request = choice.memo
+            if request.admitted < 0:
+                request.admitted = self._begin
+                fleet.cached_tokens += choice.cached
+                fleet.prompt_tokens += request.prompt - choice.cached
+            if part.samples:
+                if request.first < 0:
+                    request.first = now
+                    firsts += 1
+                if len(choice.tokens) == choice.length_max:
+                    over.append(choice)
+        self._count_gaps(now - self._begin, draws - firsts)
+        self._observer.step(scheduler, plan, self._begin, now)
+        for choice in over:
+            self._finish(choice)
+
+    def _decode(self, steps: int) -> None:
+        """The first `steps` of those under way are done: one token for each in the batch in each of them."""
+        scheduler, observer, ends, load = self._scheduler, self._observer, self._ends, self._load
+        bounds, begin, done = scheduler.pacer.bounds, self._begin, 0
+        sequences, context = load.sequences, load.context
+        for step in range(steps):
+            end = ends[step]
+            if end >= observer.tend_at:
+                scheduler.decode(step + 1 - done)
+                done = step + 1
+            seen = Load(sequences, sequences, context + sequences * step) if bounds else None
+            observer.step(scheduler, StepPlan([], 0, seen), begin, end)
+            self._count_gaps(end - begin, sequences)
+            begin = end
+        if steps > done:
+            scheduler.decode(steps - done)
+        self._fleet.steps += steps
+        self._begin = begin
+        ends.clear()
+        for choice in [each for each in scheduler.running if len(each.tokens) == each.length_max]:
+            self._finish(choice)
+
+    def _finish(self, choice: Any) -> None:
+        """Its last token is there."""
+        request: Request = choice.memo
+        self._scheduler.remove(choice)
+        del self._held[choice.key]
+        self._broker.acknowledge()
+        request.done = self._clock.now
+        self._fleet.listener.finished(request)
+        self._end_if_drained()
+
+    def _count_gaps(self, seconds: float, tokens: int) -> None:
+        gaps, bucket = self._fleet.gaps, int(seconds * (1e3 * GAP_BUCKETS_PER_MS))
+        gaps[bucket] = gaps.get(bucket, 0) + tokens
+
+    def _look_for_others(self) -> None:
+        late = self._observer.late
+        if late and self.state == "active" and self._handback.is_due(late, self._clock.now):
+            _complete(self._handback.look(late))
+
+
+def _complete(look: Coroutine[Any, Any, None]) -> None:
+    """Nothing in it waits: the broker answers at once."""
+    try:
+        look.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits")
+
+
+def _prompt(request: Request) -> list[int]:
+    """Tokens that are like no other request's but for the stem."""
+    own = [request.number + 1_000_000] * (request.prompt - request.stem_tokens)
+    return [request.stem] * request.stem_tokens + own
+
+
+_SAMPLINGS: dict[int, Sampling] = {}
+
+
+def _sampling(output: int) -> Sampling:
+    sampling = _SAMPLINGS.get(output)
+    if sampling is None:
+        sampling = _SAMPLINGS[output] = Sampling(max_tokens=output, temperature=0.0, ignore_eos=True)
+    return sampling
+
