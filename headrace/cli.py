@@ -1,6 +1,7 @@
 """The `headrace` command. Every command imports what it needs when it runs, so that the others start at once."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,6 +20,10 @@ app = typer.Typer(
 )
 app.add_typer(models.app, name="models")
 app.add_typer(dlq.app, name="dlq")
+Scenario = Annotated[Path, typer.Argument(metavar="SCENARIO.toml", exists=True, dir_okay=False)]
+Seed = Annotated[int | None, typer.Option(help="Instead of the scenario's.")]
+Seconds = Annotated[float | None, typer.Option(min=1, help="Measured after the warm-up; instead of the scenario's.")]
+SameBytes = Annotated[bool, typer.Option("--json", help="Print JSON: the same bytes for the same seed.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -98,6 +103,30 @@ def chat(
         raise typer.BadParameter("there is nothing in it to answer", param_hint="--message")
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
     talk(_globals(context).http_url(), model, message, sampling)
+
+
+@app.command()
+def simulate(
+    scenario: Scenario,
+    seed: Seed = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Instead of the scenario's.")] = None,
+    seconds: Seconds = None,
+    times: Annotated[float, typer.Option(min=0.001, help="So many times the fleet and the traffic.")] = 1.0,
+    as_json: SameBytes = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a page of plots.")] = None,
+) -> None:
+    """Would this fleet hold its SLA? The production's policies on simulated GPUs; status 1 if it would not."""
+    from headrace import simulate as view
+
+    view.show_simulation(scenario, seed, workers, seconds, times, as_json, plot)
+
+
+@app.command()
+def plan(scenario: Scenario, seed: Seed = None, seconds: Seconds = None, as_json: SameBytes = False) -> None:
+    """The smallest fleet that holds a scenario's SLA, by simulation, beside what arithmetic says."""
+    from headrace import simulate as view
+
+    view.show_plan(scenario, seed, seconds, as_json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in its order. What falls on the same moment happens in the order in which it was asked for."""
+"""Virtual time: what is to happen, in order. What falls on the same moment goes by rank, then by when it was asked for."""
 
 import heapq
 from collections.abc import Callable
@@ -12,19 +12,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, Event, Any]] = []
+        self._heap: list[tuple[float, int, int, Event, Any]] = []
         self._number = 0
 
-    def at(self, when: float, event: Event, argument: Any = None) -> None:
+    def at(self, when: float, event: Event, argument: Any = None, rank: int = 0) -> None:
         """`event(argument)` is to happen at `when`, which is not past."""
         assert when >= self.now, f"{when} is before {self.now}"
         self._number += 1
-        heapq.heappush(self._heap, (when, self._number, event, argument))
+        heapq.heappush(self._heap, (when, rank, self._number, event, argument))
 
     def run(self, until: float) -> None:
         """Let happen what is due by `until`."""
         heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] <= until:
-            self.now, _, event, argument = pop(heap)
+            self.now, _, _, event, argument = pop(heap)
             event(argument)
         self.now = max(self.now, until)

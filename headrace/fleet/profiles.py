@@ -1,4 +1,4 @@
-"""What a simulated GPU with its model can do: the time of a step, room for keys and values, the phases of a cold start, a price.
+"""A GPU with its model, simulated: the time of a step, room for keys and values, the phases of a cold start, a price.
 
 Three kinds: figures as given (the paper's), a roofline computed from a GPU and a model, and what `headrace bench profile`
 measured. Prices are assumptions, and a scenario may name its own.
@@ -91,7 +91,14 @@ MODELS = {
 
 def cold_start_s(weights_gb: float, gb_per_s: float = 2.0) -> dict[str, float]:
     """Seconds by phase: what a worker's process takes, then its weights at the speed of a link or a disk."""
-    return {"process": 1.5, "imports": 3.0, "device": 3.0, "fetch": weights_gb / gb_per_s, "load": weights_gb / 10, "probe": 1.0}
+    return {
+        "process": 1.5,
+        "imports": 3.0,
+        "device": 3.0,
+        "fetch": weights_gb / gb_per_s,
+        "load": weights_gb / 10,
+        "probe": 1.0,
+    }
 
 
 def paper(memory_gb: int, kv_dtype: str, points: list[tuple[int, float]] | None = None) -> Profile:
@@ -114,7 +121,7 @@ def paper(memory_gb: int, kv_dtype: str, points: list[tuple[int, float]] | None 
 def roofline(
     gpu_name: str, model_name: str, weights: str, kv_dtype: str, efficiency: Efficiency | None = None, slots: int = 64
 ) -> Profile:
-    """A step takes as long as its arithmetic or its bytes, whichever is longer. Prefill is bound by one, decode by the other."""
+    """A step takes as long as its arithmetic or its bytes do: prefill is bound by the one, decode by the other."""
     gpu, model, reached = _named(GPUS, gpu_name, "GPU"), _named(MODELS, model_name, "model"), efficiency or Efficiency()
     if weights not in gpu.tflops and weights != "4-bit":
         raise BadRequest(f"{gpu_name} does not compute with weights of {weights}")

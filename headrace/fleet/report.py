@@ -1,6 +1,7 @@
 """What a simulation is worth: percentiles, the share of requests within the SLA, the fleet over time, money."""
 
 from array import array
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -9,8 +10,8 @@ from msgspec import Struct
 
 from headrace.fleet.control import Control
 from headrace.fleet.scenario import Scenario
-from headrace.fleet.workload import Request
 from headrace.fleet.worker import GAP_BUCKETS_PER_MS, Fleet
+from headrace.fleet.workload import Request
 
 TENANTS_SHOWN = 50
 
@@ -229,7 +230,7 @@ def _tenants(records: Records, ttft: Any) -> tuple[dict[str, TenantResult], floa
 def _windows(scenario: Scenario, at: Any, ttft: Any, tpot: Any) -> list[dict[str, float]]:
     edges = np.linspace(0, scenario.seconds, min(60, max(2, int(scenario.seconds / 5))) + 1)
     found = []
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(edges):
         own = (at >= begin) & (at < end)
         if own.any():
             found.append(
@@ -271,7 +272,9 @@ def _spread_of_buckets(buckets: dict[int, int]) -> Spread:
         return order[-1] / GAP_BUCKETS_PER_MS
 
     mean = sum((bucket + 0.5) * count for bucket, count in buckets.items()) / total / GAP_BUCKETS_PER_MS
-    return Spread(mean=_rounded(mean), p50=at(0.5), p90=at(0.9), p99=at(0.99), max=(order[-1] + 0.5) / GAP_BUCKETS_PER_MS)
+    return Spread(
+        mean=_rounded(mean), p50=at(0.5), p90=at(0.9), p99=at(0.99), max=(order[-1] + 0.5) / GAP_BUCKETS_PER_MS
+    )
 
 
 def _rounded(value: float) -> float:

@@ -1,4 +1,4 @@
-"""A scenario, run: requests come in through the router and the admission, are queued, claimed, and served; faults happen."""
+"""A scenario, run: requests come through router and admission, are queued, claimed and served; faults happen."""
 
 import gc
 import random
@@ -11,8 +11,8 @@ from headrace.fleet.clock import Clock
 from headrace.fleet.control import Control
 from headrace.fleet.report import Records, Result, Sample, summarise
 from headrace.fleet.scenario import Fault, Scenario
-from headrace.fleet.workload import Request, Source
 from headrace.fleet.worker import Fleet, Worker
+from headrace.fleet.workload import Request, Source
 from ingress.admission import Admission
 from ingress.router import Router
 from shared.errors import HeadraceError
@@ -169,7 +169,7 @@ class Simulation:
     def start_worker(self, warm: bool = False) -> None:
         """Start one; `warm`: it is loaded already."""
         self._workers_made += 1
-        worker = Worker(f"w{self._workers_made}", self._fleet, self._clock.now)
+        worker = Worker(self._workers_made, self._fleet, self._clock.now)
         self.workers[worker.name] = worker
         if warm:
             worker.begin()

@@ -4,6 +4,7 @@ Where nothing but decodes can come, `Scheduler.outlook` says for how many steps;
 meanwhile ends it at the next step edge. A test shows that nothing depends on that.
 """
 
+import math
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Coroutine
@@ -72,8 +73,8 @@ class Fleet:
 class Worker:
     """starting -> active -> draining -> gone, or lost at any time."""
 
-    def __init__(self, name: str, fleet: Fleet, started: float) -> None:
-        self.name = name
+    def __init__(self, number: int, fleet: Fleet, started: float) -> None:
+        self.name = f"w{number}"
         self.state, self.since = "starting", started
         self.started, self.ended = started, -1.0
         self.slowdown = 1.0
@@ -90,7 +91,9 @@ class Worker:
         self._until = 0  # of them, those that are run: more only if nothing comes
         self._begin = 0.0
         self._plan: StepPlan | None = None  # the step that is under way, if it is of another kind
+        self._rank = number  # of its steps among those that end at the same moment
         self._pull_number = 0
+        self._pulls: list[tuple[str, float]] = []  # name, and when it expires
 
     @property
     def claims(self) -> int:
@@ -209,13 +212,17 @@ class Worker:
             self._pull()
 
     def _pull(self) -> None:
-        now = self._clock.now
-        batch = self._credit.next(self._free(), now)
+        now, credit = self._clock.now, self._credit
+        self._pulls = [(name, expires) for name, expires in self._pulls if expires > now]
+        for name, _ in [] if self._broker.paused else self._pulls:
+            credit.heartbeat(name, now)  # the broker's, of this second
+        batch = credit.next(self._free(), now)
         if batch > 0 and self.listens:
             self._pull_number += 1
-            name = str(self._pull_number)
-            self._credit.pulled(name, batch, now)
-            self._broker.pull(self, name, batch, now + self._fleet.settings.pull_expires_s)
+            name, expires = str(self._pull_number), now + self._fleet.settings.pull_expires_s
+            credit.pulled(name, batch, now)
+            self._pulls.append((name, expires))
+            self._broker.pull(self, name, batch, expires)
 
     async def _info(self) -> ConsumerInfo:
         return self._broker.info()
@@ -242,7 +249,7 @@ class Worker:
 
     def _wait(self, when: float) -> None:
         self._epoch += 1
-        self._clock.at(when, self._wake, self._epoch)
+        self._clock.at(when, self._wake, self._epoch, self._rank)
 
     def _wake(self, epoch: int) -> None:
         """The steps under way are done."""
@@ -269,15 +276,26 @@ class Worker:
         if steps:
             self._load, ends, end = load, self._ends, clock.now
             sequences, context = load.sequences, load.context
+            stops = self._stops()
             for step in range(steps):
                 end += self._seconds(Load(sequences, sequences, context + sequences * step))
                 ends.append(end)
-            self._until = steps
+                if end >= stops:
+                    break
+            self._until = len(ends)
         else:
             self._plan = plan = scheduler.plan()
+            assert plan.slices, "nothing to compute, and not idle"
             self._fleet.preemptions += plan.preempted
             end = clock.now + self._seconds(plan.load or load_of(plan.slices))
         self._wait(end)
+
+    def _stops(self) -> float:
+        """When a look at credit or at who waits may be due: it is taken at the first step edge after that."""
+        waiting = self._scheduler.ledger.waiting > 0
+        if self._observer.late or self._scheduler.blocked != waiting:
+            return 0.0
+        return self._observer.tend_at if waiting else math.inf
 
     def _seconds(self, load: Load) -> float:
         ms = self._fleet.profile.step_ms(load) * self.slowdown
@@ -292,6 +310,7 @@ class Worker:
                 if item in self._held:
                     self._remove(item)
                     self._broker.acknowledge()
+                    self._pump()
             else:
                 self._start(item)
 
@@ -299,7 +318,7 @@ class Worker:
         scheduler, engine, now = self._scheduler, self._fleet.engine, self._clock.now
         key = f"{request.number}.{request.claims}"
         length_max = request.prompt + request.output
-        if length_max > scheduler.capacity(request.limits):
+        if length_max > min(self._fleet.length_max, scheduler.capacity(request.limits)):
             del self._held[key]
             self._broker.acknowledge()
             self._fleet.listener.refused(request, "context_length_exceeded")
@@ -425,4 +444,3 @@ def _sampling(output: int) -> Sampling:
     if sampling is None:
         sampling = _SAMPLINGS[output] = Sampling(max_tokens=output, temperature=0.0, ignore_eos=True)
     return sampling
-

@@ -65,7 +65,9 @@ class Source:
                 yield self._request(at, self._length(traffic.prompt), self._length(traffic.output))
         elif traffic.kind == "flood":
             for _ in range(traffic.count):
-                yield self._request(self._starts + traffic.at_s, self._length(traffic.prompt), self._length(traffic.output))
+                yield self._request(
+                    self._starts + traffic.at_s, self._length(traffic.prompt), self._length(traffic.output)
+                )
         elif traffic.kind == "trace":
             for at, prompt, output in read_trace(Path(traffic.file)):
                 if (at := at / traffic.speed) >= self._ends:
