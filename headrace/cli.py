@@ -20,6 +20,8 @@ app = typer.Typer(
 )
 app.add_typer(models.app, name="models")
 app.add_typer(dlq.app, name="dlq")
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 Scenario = Annotated[Path, typer.Argument(metavar="SCENARIO.toml", exists=True, dir_okay=False)]
 Seed = Annotated[int | None, typer.Option(help="Instead of the scenario's.")]
 Seconds = Annotated[float | None, typer.Option(min=1, help="Measured after the warm-up; instead of the scenario's.")]
@@ -127,6 +129,26 @@ def plan(scenario: Scenario, seed: Seed = None, seconds: Seconds = None, as_json
     from headrace import simulate as view
 
     view.show_plan(scenario, seed, seconds, as_json)
+
+
+@bench.command()
+def profile(
+    source: Annotated[str, typer.Argument(metavar="DIRECTORY|sim:PROFILE", help="A model's files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.json")] = Path("profile.json"),
+    streams: Annotated[str, typer.Option(help="Closed loops of so many streams.")] = "1,4,16",
+    seconds: Annotated[float, typer.Option(min=1, help="Of each.")] = 10.0,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens.")] = 120,
+    tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 64,
+    threads: Annotated[int, typer.Option(min=0, help="Of the CPU; 0: the cores that are free to use.")] = 0,
+) -> None:
+    """Measure an engine's steps and fit their cost: a profile that `headrace simulate` takes."""
+    from headrace.bench import measure_profile
+
+    try:
+        counts = [int(each) for each in streams.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter("numbers with commas between them", param_hint="--streams") from error
+    measure_profile(source, output, counts, seconds, prompt, tokens, threads)
 
 
 @app.command()

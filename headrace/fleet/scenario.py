@@ -47,6 +47,7 @@ class Traffic(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rate: Annotated[float, Meta(ge=0)] = 0.0
     bursts: list[Burst] = []
     day_s: Positive | None = None
+    day_at_s: float = 0.0  # the time of that day when the warm-up is over; at 0 it is night
     night: Annotated[float, Meta(ge=0, le=1)] = 0.2
     streams: Count = 0
     think_s: Annotated[float, Meta(ge=0)] = 0.0

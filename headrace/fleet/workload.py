@@ -85,7 +85,7 @@ class Source:
         traffic, since = self.traffic, at - self._starts
         rate = traffic.rate
         if traffic.day_s is not None:
-            height = (1 - math.cos(2 * math.pi * since / traffic.day_s)) / 2  # it begins at night
+            height = (1 - math.cos(2 * math.pi * (traffic.day_at_s + since) / traffic.day_s)) / 2
             rate *= traffic.night + (1 - traffic.night) * height
         for burst in traffic.bursts:
             if burst.at_s <= since < burst.at_s + burst.seconds:
