@@ -62,14 +62,16 @@ def show_plan(file: Path, seed: int | None, seconds: float | None, as_json: bool
 
 
 def changed(scenario: Scenario, seed: int | None, workers: int | None, seconds: float | None, times: float) -> Scenario:
-    """A scenario with what the command line says."""
+    """A scenario with what the command line says; `workers` is of the scenario that is `times` as large."""
+    if times != 1:
+        scenario = scenario.times_larger(times)
     if workers is not None:
         scenario = scenario.with_fleet(workers=workers)
     if seed is not None:
         scenario = msgspec.structs.replace(scenario, seed=seed)
     if seconds is not None:
         scenario = msgspec.structs.replace(scenario, seconds=seconds)
-    return scenario.times_larger(times) if times != 1 else scenario
+    return scenario
 
 
 @contextmanager
@@ -87,6 +89,7 @@ def _show(result: Result, scenario: Scenario) -> None:
         f"[bold]{result.scenario}[/bold]: {result.profile}, {result.workers} workers of {result.slots} slots,"
         f" {result.seconds:g} s, seed {result.seed}",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table("", "mean", "p50", "p90", "p99", "max", "SLA (p99)")
     rows: list[tuple[str, Spread, str]] = [
@@ -111,7 +114,7 @@ def _show(result: Result, scenario: Scenario) -> None:
         f" {result.usd_per_million_tokens:.3f} USD per million tokens out; {result.starts} starts, {result.drains} drains",
         f"tenants: {len(result.tenants)}, Jain's index of their service by weight {result.jain:.3f}",
     ):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _show_found(found: search.Found, scenario: Scenario) -> None:
@@ -123,9 +126,10 @@ def _show_found(found: search.Found, scenario: Scenario) -> None:
             f" {guess.saturated} workers saturated, {guess.queueing} with room for waiting, {guess.utilised} at"
             f" {scenario.settings.target_utilisation:.0%}",
             highlight=False,
+            soft_wrap=True,
         )
     if found.workers is None:
-        console.print(f"[bold]no fleet holds it[/bold]: {found.reason}", highlight=False)
+        console.print(f"[bold]no fleet holds it[/bold]: {found.reason}", highlight=False, soft_wrap=True)
         return
     hour = found.workers * scenario.profile().usd_per_hour
     console.print(
