@@ -90,15 +90,19 @@ def smallest(scenario: Scenario, on_run: OnRun = lambda result: None, probe_s: f
         on_run(found)
         return found.holds
 
-    low, high = 0, guess.queueing if guess else max(1, scenario.fleet.workers)
-    while not holds(high):
-        low, high = high, math.ceil(high * 1.3)
-        if high > 8 * (guess.utilised if guess else scenario.fleet.workers) + 8:
-            result = simulate(short.with_fleet(workers=high))
-            return Found(workers=None, estimate=guess, result=result, reason=_why_never(scenario, result))
-    low = max(low, math.floor(high * 0.7)) if low == 0 else low
-    while low and holds(low):
-        low, high = math.floor(low * 0.7), low
+    high = guess.queueing if guess else scenario.fleet.workers
+    low, step = high, max(1, high // 50)
+    if holds(high):  # gallop from there: the estimate is near, mostly
+        while (low := low - step) > 0 and holds(low):
+            high, step = low, 2 * step
+        low = max(0, low)
+    else:
+        most = 8 * (guess.utilised if guess else high) + 8
+        while not holds(high := low + step):
+            low, step = high, 2 * step
+            if high > most:
+                result = simulate(short.with_fleet(workers=high))
+                return Found(workers=None, estimate=guess, result=result, reason=_why_never(scenario, result))
     while high - low > max(1, high // 100):
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)

@@ -351,6 +351,7 @@ class Worker:
             if choice.key == key:
                 choice.memo.made = len(choice.tokens) - choice.prompt_length
                 self._scheduler.remove(choice)
+                choice.run.choices.clear()
                 break
         self._end_if_drained()
 
@@ -360,20 +361,18 @@ class Worker:
         draws = sum(part.samples for part in plan.slices)
         scheduler.commit(plan, [0] * draws)
         fleet.steps += 1
-        over, firsts = [], 0
-        for part in plan.slices:
+        choices, firsts = [part.sequence for part in plan.slices], 0
+        over = [choice for choice in choices if len(choice.tokens) == choice.length_max]
+        for part in [part for part in plan.slices if part.count > 1 or part.sequence.memo.first < 0]:
             choice = part.sequence
             request = choice.memo
             if request.admitted < 0:
                 request.admitted = self._begin
                 fleet.cached_tokens += choice.cached
                 fleet.prompt_tokens += request.prompt - choice.cached
-            if part.samples:
-                if request.first < 0:
-                    request.first = now
-                    firsts += 1
-                if len(choice.tokens) == choice.length_max:
-                    over.append(choice)
+            if part.samples and request.first < 0:
+                request.first = now
+                firsts += 1
         self._count_gaps(now - self._begin, draws - firsts)
         self._observer.step(scheduler, plan, self._begin, now)
         for choice in over:
@@ -405,6 +404,7 @@ class Worker:
         """Its last token is there."""
         request: Request = choice.memo
         self._scheduler.remove(choice)
+        choice.run.choices.clear()  # a cycle: memory that is not wanted again
         del self._held[choice.key]
         self._broker.acknowledge()
         request.done = self._clock.now

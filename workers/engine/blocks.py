@@ -68,6 +68,14 @@ class BlockPool:
         """
         assert 0 <= count <= self.free, f"{count} blocks wanted, {self.free} free"
         plain = self._plain
+        if count == 1 and after + 1 in plain:  # most of the time, for a sequence that grows
+            block = after + 1
+            del plain[block]
+            assert self._references[block] == 0, f"block {block} was free and held"
+            self._references[block] = 1
+            self._holders[block] = holder
+            holder.blocks += 1
+            return [block]
         taken: list[int] = []
         while plain and len(taken) < count:
             after += 1
@@ -91,12 +99,28 @@ class BlockPool:
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each of `blocks`, given in the order of their tokens; the last ones are forgotten first."""
+        references, holders, hashes, plain, cached = (
+            self._references,
+            self._holders,
+            self._hashes,
+            self._plain,
+            self._cached,
+        )
         for block in reversed(blocks):
-            count = self._references[block] - 1
+            count = references[block] - 1
             assert count >= 0, f"block {block} was given back twice"
-            self._references[block] = count
+            references[block] = count
             if count == 0:
-                self._free(block)
+                holder = holders[block]
+                assert holder is not None, f"block {block} is on nobody's account"
+                holder.blocks -= 1
+                holders[block] = None
+                self.returned += 1
+                if hashes[block] is None:
+                    plain[block] = None
+                    plain.move_to_end(block, last=False)
+                else:
+                    cached[block] = None
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """The known blocks of the longest beginning of `hashes`; they are not taken."""
@@ -161,18 +185,6 @@ class BlockPool:
             assert (block in self._plain) == (free and not known), f"block {block}: free {free}, known {known}"
             assert (block in self._cached) == (free and known), f"block {block}: free {free}, known {known}"
             assert (self._holders[block] is None) == free, f"block {block}: free {free}, {self._holders[block]}"
-
-    def _free(self, block: int) -> None:
-        holder = self._holders[block]
-        assert holder is not None, f"block {block} is on nobody's account"
-        holder.blocks -= 1
-        self._holders[block] = None
-        self.returned += 1
-        if self._hashes[block] is None:
-            self._plain[block] = None
-            self._plain.move_to_end(block, last=False)
-        else:
-            self._cached[block] = None
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

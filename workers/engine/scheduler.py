@@ -120,7 +120,7 @@ class Scheduler:
                 start = prefills[0].computed if prefills else 0
                 room = min(room, self.pacer.room(load.decodes, load.context, start, self.late))
             self._prefill(slices, prefills, max(1, room), admits)
-            load = load_of(slices) if load is not None else None
+            load = load_of(slices, load) if load is not None else None
         self.places = len(self.running)
         return StepPlan(slices, preempted, load)
 
@@ -186,13 +186,15 @@ class Scheduler:
             self._grow()
         crossing: dict[int, list[Sequence]] = {}
         drawn = [token] * steps
+        for account in self.ledger.active:
+            account.output += steps * account.slots
         for sequence in self.running:
-            crosses = BLOCK_TOKENS - sequence.computed % BLOCK_TOKENS  # the step that completes its block
+            computed = sequence.computed
+            crosses = BLOCK_TOKENS - computed % BLOCK_TOKENS  # the step that completes its block
             if crosses <= steps:
                 crossing.setdefault(crosses, []).append(sequence)
             sequence.tokens += drawn
-            sequence.computed += steps
-            sequence.account.output += steps
+            sequence.computed = computed + steps
         for step in sorted(crossing):
             if self._growing:
                 self._grow()

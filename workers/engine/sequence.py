@@ -86,10 +86,12 @@ class Load:
     pairs: int = 0  # of a prompt token and a token that it attends to
 
 
-def load_of(slices: list[Slice]) -> Load:
-    """What a step of these slices costs time for."""
-    load = Load(len(slices))
-    for part in slices:
+def load_of(slices: list[Slice], known: Load | None = None) -> Load:
+    """What a step of these slices costs time for. `known`: the load of the first of them, to which the others are added."""
+    load = known or Load()
+    parts = slices[load.sequences :] if known else slices
+    load.sequences = len(slices)
+    for part in parts:
         if part.samples and part.count == 1 + len(part.draft):
             load.decodes += part.count
             load.context += part.start + 1
