@@ -91,6 +91,7 @@ class Worker:
         self._until = 0  # of them, those that are run: more only if nothing comes
         self._begin = 0.0
         self._plan: StepPlan | None = None  # the step that is under way, if it is of another kind
+        self._whole = True  # each in its batch has its first token
         self._rank = number  # of its steps among those that end at the same moment
         self._pull_number = 0
         self._pulls: list[tuple[str, float]] = []  # name, and when it expires
@@ -272,7 +273,7 @@ class Worker:
             self._observer.idle(scheduler)
             return
         self._begin = clock.now
-        steps, load = scheduler.outlook() if self._fleet.skips else (0, self._load)
+        steps, load = scheduler.outlook() if self._fleet.skips and self._whole else (0, self._load)
         if steps:
             self._load, ends, end = load, self._ends, clock.now
             sequences, context = load.sequences, load.context
@@ -359,6 +360,7 @@ class Worker:
         scheduler, now, fleet = self._scheduler, self._clock.now, self._fleet
         self._plan = None
         draws = sum(part.samples for part in plan.slices)
+        self._whole = draws == len(plan.slices)
         scheduler.commit(plan, [0] * draws)
         fleet.steps += 1
         choices, firsts = [part.sequence for part in plan.slices], 0

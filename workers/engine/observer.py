@@ -1,6 +1,6 @@
 """What the engine thread notes after a step: its time, which the pacer learns from, and now and then what others ask for."""
 
-from workers.engine.runs import Choice
+from workers.engine.runs import Choice, Run
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import StepPlan
 from workers.engine.waits import steps_to_wait
@@ -16,6 +16,7 @@ class StepObserver:
     def __init__(self, ttft_ms_target: float | None) -> None:
         self.step_ms = 0.0
         self.late: tuple[str, ...] = ()
+        self._late_runs: list[Run] = []
         self._ttft_ms_target = ttft_ms_target
         self.tend_at = 0.0
         self._judge_at = 0.0
@@ -30,15 +31,17 @@ class StepObserver:
         if now >= self.tend_at:
             self.tend_at = now + TEND_EVERY_S
             scheduler.ledger.publish()
-            self.late = self._late(scheduler, now) if scheduler.ledger.waiting else ()
+            self._late_runs = self._late(scheduler, now) if scheduler.ledger.waiting else []
             if now >= self._judge_at:
                 self._judge_at = now + JUDGE_EVERY_S
                 scheduler.ledger.judge()
+        if self._late_runs or self.late:  # whoever has entered since is late no more
+            self.late = tuple(run.key for run in self._late_runs if not run.entered)
 
     def idle(self, scheduler: Scheduler) -> None:
         """There is nothing to compute."""
         scheduler.ledger.publish()
-        self.late = ()
+        self.late, self._late_runs = (), []
 
     def _is_late(self, plan: StepPlan, now: float) -> bool:
         """Whether a prefill that goes on has used up half of its time to the first token."""
@@ -48,11 +51,11 @@ class StepObserver:
         unfinished = (part.sequence for part in plan.slices if not part.samples)
         return any(isinstance(each, Choice) and (now - each.run.begun) * 2e3 > target for each in unfinished)
 
-    def _late(self, scheduler: Scheduler, now: float) -> tuple[str, ...]:
-        late: dict[str, None] = {}
+    def _late(self, scheduler: Scheduler, now: float) -> list[Run]:
+        late: dict[Run, None] = {}
         for sequence, steps in steps_to_wait(scheduler):
             assert isinstance(sequence, Choice)
             run = sequence.run
             if run.admit_by is not None and now + steps * self.step_ms / 1e3 > run.admit_by and not run.entered:
-                late[run.key] = None
-        return tuple(late)
+                late[run] = None
+        return list(late)
