@@ -12,6 +12,7 @@ from headrace.fleet.scenario import Length, Scenario
 from headrace.fleet.simulation import simulate
 from shared.errors import BadRequest
 from workers.engine.blocks import blocks_for
+from workers.engine.pacer import MARGIN_MIN
 from workers.engine.sequence import Load
 
 PROBE_S = 60.0  # of a run of the search; its answer is then held for the scenario's whole time
@@ -55,7 +56,9 @@ def estimate(scenario: Scenario) -> Estimate | None:
     fits = int(blocks / (blocks_for(math.ceil(prompt + output / 2)) + 1))
     slots = engine.slots or profile.slots
     batch, bound = (slots, "slots") if slots <= fits else (fits, "memory")
-    target = engine.tpot_ms_target or scenario.sla.tpot_ms
+    target = scenario.sla.tpot_ms
+    if engine.tpot_ms_target is not None:
+        target = min(target, engine.tpot_ms_target / (1 + MARGIN_MIN))  # the pacer keeps a margin
     while batch > 1 and _step_ms(profile, batch, prompt, output) > target:
         batch, bound = batch - 1, "tpot"
     step_ms = _step_ms(profile, batch, prompt, output)
