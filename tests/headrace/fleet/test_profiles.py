@@ -62,3 +62,12 @@ def test_a_measured_profile_is_read_from_its_file(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(BadRequest, match="no profile"):
         measured(file)
+
+
+@pytest.mark.parametrize("gpu", ["a100-80g", "h100-80g", "h200"])
+def test_the_probe_sees_what_a_prompt_costs(gpu: str) -> None:
+    """128 tokens would take no longer on these than reading the weights does, and seem to be free."""
+    profile = roofline(gpu, "13b", "fp16", "fp16")
+    cost = probed_cost(profile, 64, 2000, 512)
+    for load in (Load(1, 0, 0, 512, 512 * 257), Load(9, 8, 4000, 512, 512 * 257)):
+        assert cost.ms(load) == pytest.approx(profile.step_ms(load), rel=0.3)
