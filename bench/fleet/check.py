@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.fleet.fitting import Clients, Served, measured_steps, profile, recorded, settle
 from headrace.fleet.profiles import Measured
-from headrace.fleet.scenario import FleetSpec, Scenario, Traffic
+from headrace.fleet.scenario import FleetSpec, Length, Scenario, Traffic
 from headrace.fleet.simulation import simulate
 from shared.records import EngineSettings
 from workers.engine.engine import BatchEngine
@@ -40,17 +40,23 @@ class Figures(msgspec.Struct):
     tpot_ms: float  # the median
 
 
-def predicted(fleet: FleetSpec, traffic: Traffic) -> Figures:
-    result = simulate(Scenario(name="check", traffic=[traffic], fleet=fleet, seconds=SIMULATED_S))
+def predicted(fleet: FleetSpec, traffic: Traffic, seconds: float = SIMULATED_S, warmup_s: float = 20.0) -> Figures:
+    scenario = Scenario(name="check", traffic=[traffic], fleet=fleet, seconds=seconds, warmup_s=warmup_s)
+    result = simulate(scenario)
     return Figures(result.tokens_per_s, result.ttft_ms.p50, result.tpot_ms.p50)
 
 
-def closed(streams: int) -> Traffic:
-    return Traffic(kind="closed", streams=streams, prompt=PROMPT, output=OUTPUT, tenants=10)
+def closed(streams: int, varied: bool) -> Traffic:
+    lengths = [Length(kind="uniform", mean=mean, spread=0.5) if varied else mean for mean in (PROMPT, OUTPUT)]
+    return Traffic(kind="closed", streams=streams, prompt=lengths[0], output=lengths[1], tenants=10)
 
 
-def opened(rate: float) -> Traffic:
-    return Traffic(rate=rate, prompt=PROMPT, output=OUTPUT, tenants=10)
+def opened(arrivals: Sequence[tuple[float, int, int]]) -> Traffic:
+    """The very requests that were sent: (seconds, tokens in, tokens out)."""
+    file = Path(tempfile.mkdtemp()) / "trace.csv"
+    rows = [f"{at},{prompt},{output}" for at, prompt, output in arrivals]
+    file.write_text("\n".join(["time,tokens_in,tokens_out", *rows]))
+    return Traffic(kind="trace", file=str(file), tenants=10)
 
 
 def figures(served: Sequence[Served], seconds: float) -> Figures:
@@ -94,13 +100,15 @@ async def engine(directory: Path, file: Path | None, seconds: float, threads: in
         begin = time.perf_counter()
         served = await clients.closed(streams, seconds)
         took = time.perf_counter() - begin
-        worst = max(worst, show(f"{streams} streams", figures(served, took), predicted(fleet, closed(streams))))
+        worst = max(worst, show(f"{streams} streams", figures(served, took), predicted(fleet, closed(streams, True))))
         if streams == PREDICTED[0]:
             rate = LOAD * len(served) / took
     begin = time.perf_counter()
     served = await clients.opened(rate, 2 * seconds)
     took = max(each.last for each in served) - begin
-    worst = max(worst, show(f"{rate:.2f} requests/s", figures(served, took), predicted(fleet, opened(rate))))
+    arrivals = [(each.begun - begin, each.prompt, each.tokens) for each in served]
+    simulated = predicted(fleet, opened(arrivals), took, 0.0)
+    worst = max(worst, show(f"{rate:.2f} requests/s", figures(served, took), simulated))
     await asyncio.to_thread(fresh.stop)
     return worst
 
@@ -109,26 +117,28 @@ async def stack(url: str, model: str, fleet: FleetSpec, seconds: float) -> float
     import aiohttp
     from load import Load
 
-    options = argparse.Namespace(model=model, words=PROMPT, tokens=OUTPUT, per_stream=0, requests=0)
+    options = argparse.Namespace(model=model, words=PROMPT, tokens=OUTPUT, per_stream=0, requests=0, seed=1)
     worst = 0.0
     for streams in PREDICTED:
-        simulated = predicted(fleet, closed(streams))
+        simulated = predicted(fleet, closed(streams, False))
         options.requests = int(simulated.tokens_per_s / OUTPUT * seconds)
-        real = await Load(url, options, streams).run()
+        real = await Load(url, options, streams, 1).run()
         assert not real.errors, real.errors
         worst = max(worst, show(f"{streams} streams", _of(real.ttft, real.tpot, real.tokens_per_s), simulated))
         if streams == PREDICTED[0]:
             rate = LOAD * simulated.tokens_per_s / OUTPUT
-    load = Load(url, options, 1)
+    load = Load(url, options, 1, 2)
+    arrivals: list[tuple[float, int, int]] = []
     dice, begin, at, tasks = random.Random(2), time.perf_counter(), 0.0, []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
         while (at := at + dice.expovariate(rate)) < 2 * seconds:
             await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+            arrivals.append((at, PROMPT, OUTPUT))
             tasks.append(asyncio.create_task(load._request(session, len(tasks))))
         await asyncio.gather(*tasks)
     took = time.perf_counter() - begin
     real_open = _of(load._ttft, load._tpot, load._tokens / took)
-    return max(worst, show(f"{rate:.2f} requests/s", real_open, predicted(fleet, opened(rate))))
+    return max(worst, show(f"{rate:.2f} requests/s", real_open, predicted(fleet, opened(arrivals), took, 0.0)))
 
 
 def _of(ttft: Sequence[float], tpot: Sequence[float], tokens_per_s: float) -> Figures:

@@ -31,6 +31,7 @@ class Served:
     """One request, as its client saw it. Seconds."""
 
     begun: float
+    prompt: int  # tokens
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
@@ -75,7 +76,7 @@ class Recorder:
 
 @dataclass(eq=False)
 class Clients:
-    """Requests against an engine of this process."""
+    """Requests against an engine of this process, half as long or half as long again as said at most."""
 
     engine: BatchEngine
     prompt: int
@@ -90,9 +91,10 @@ class Clients:
     async def one(self) -> Served:
         self._number += 1
         key, done = str(self._number), asyncio.get_running_loop().create_future()
-        prompt = [self.dice.randrange(50, 4000) for _ in range(self.prompt)]
-        sampling = Sampling(max_tokens=self.output, temperature=0.0, ignore_eos=True)
-        served = Served(time.perf_counter())
+        prompt = [self.dice.randrange(50, 4000) for _ in range(round(self.prompt * self.dice.uniform(0.5, 1.5)))]
+        output = max(2, round(self.output * self.dice.uniform(0.5, 1.5)))
+        sampling = Sampling(max_tokens=output, temperature=0.0, ignore_eos=True)
+        served = Served(time.perf_counter(), len(prompt))
         self._open[key] = served, done
         self.engine.submit(EngineRequest(key=key, tenant=f"t{self._number % 10}", prompt_ids=prompt, sampling=sampling))
         await done

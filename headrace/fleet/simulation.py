@@ -199,7 +199,7 @@ class Simulation:
                 if fault.kind == "gpu_loss":
                     worker.lose()
                 else:
-                    worker.slowdown = fault.times
+                    worker.slow(fault.times)
                     self._clock.at(later, _recover, worker)
 
     def _revive(self, _: object) -> None:
@@ -229,7 +229,7 @@ class Simulation:
 
 
 def _recover(worker: Worker) -> None:
-    worker.slowdown = 1.0
+    worker.slow(1.0)
 
 
 def simulate(scenario: Scenario, on_progress: OnProgress = lambda share: None) -> Result:

@@ -92,6 +92,7 @@ class Worker:
         self._begin = 0.0
         self._plan: StepPlan | None = None  # the step that is under way, if it is of another kind
         self._whole = True  # each in its batch has its first token
+        self._waking = False  # it was idle, and is to begin
         self._rank = number  # of its steps among those that end at the same moment
         self._pull_number = 0
         self._pulls: list[tuple[str, float]] = []  # name, and when it expires
@@ -130,6 +131,11 @@ class Worker:
         self.state, self.since, self.listens = "draining", self._clock.now, False
         self._clock.at(self._clock.now + self._fleet.settings.drain_budget_s, self._drain_is_over)
         self._end_if_drained()
+
+    def slow(self, times: float) -> None:
+        """Its device takes so many times as long from the next step on."""
+        self.slowdown = times
+        self._cut_short()
 
     def lose(self) -> None:
         """Its device is gone. Requesters hear nothing for a while, ask, and hand its messages back."""
@@ -241,11 +247,21 @@ class Worker:
     def _arrived(self) -> None:
         """Something is in the inbox: it is taken in at the next step edge."""
         if self._ends:
-            until = bisect_left(self._ends, self._clock.now) + 1
-            if until < self._until:
-                self._until = until
-                self._wait(self._ends[until - 1])
-        elif self._plan is None:
+            self._cut_short()
+        elif self._plan is None and not self._waking:
+            self._waking = True  # what comes at the same moment is taken in together
+            self._clock.at(self._clock.now, self._wake_up, None, self._rank)
+
+    def _cut_short(self) -> None:
+        """Of the steps under way, only the present one is run."""
+        until = bisect_left(self._ends, self._clock.now) + 1
+        if self._ends and until < self._until:
+            self._until = until
+            self._wait(self._ends[until - 1])
+
+    def _wake_up(self, _: object) -> None:
+        self._waking = False
+        if self._plan is None and not self._ends and self.state in ("active", "draining"):
             self._edge(None)
 
     def _wait(self, when: float) -> None:
@@ -273,7 +289,8 @@ class Worker:
             self._observer.idle(scheduler)
             return
         self._begin = clock.now
-        steps, load = scheduler.outlook() if self._fleet.skips and self._whole else (0, self._load)
+        told = scheduler.blocked == (scheduler.ledger.waiting > 0)  # else what is blocked changes with the plan
+        steps, load = scheduler.outlook() if self._fleet.skips and self._whole and told else (0, self._load)
         if steps:
             self._load, ends, end = load, self._ends, clock.now
             sequences, context = load.sequences, load.context
@@ -292,11 +309,10 @@ class Worker:
         self._wait(end)
 
     def _stops(self) -> float:
-        """When a look at credit or at who waits may be due: it is taken at the first step edge after that."""
-        waiting = self._scheduler.ledger.waiting > 0
-        if self._observer.late or self._scheduler.blocked != waiting:
+        """When a look at who waits may be due: it is taken at the first step edge after that."""
+        if self._observer.late:
             return 0.0
-        return self._observer.tend_at if waiting else math.inf
+        return self._observer.tend_at if self._scheduler.ledger.waiting else math.inf
 
     def _seconds(self, load: Load) -> float:
         ms = self._fleet.profile.step_ms(load) * self.slowdown
@@ -305,15 +321,14 @@ class Worker:
         return ms / 1e3
 
     def _intake(self) -> None:
-        inbox, self._inbox = self._inbox, []
-        for item in inbox:
-            if isinstance(item, str):
-                if item in self._held:
-                    self._remove(item)
-                    self._broker.acknowledge()
-                    self._pump()
-            else:
+        while self._inbox:  # what a cancel makes room for comes at once
+            item = self._inbox.pop(0)
+            if isinstance(item, Request):
                 self._start(item)
+            elif item in self._held:
+                self._remove(item)
+                self._broker.acknowledge()
+                self._pump()
 
     def _start(self, request: Request) -> None:
         scheduler, engine, now = self._scheduler, self._fleet.engine, self._clock.now
