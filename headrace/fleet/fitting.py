@@ -45,8 +45,8 @@ class Served:
         return (self.last - self.first) * 1e3 / max(1, self.tokens - 1)
 
 
-class Recorder:
-    """A runner that keeps the time of each step of another one."""
+class Recorder(Runner):
+    """A runner that keeps the time of each step of another one, without drafts."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
