@@ -21,7 +21,7 @@ from faults.broker import Broker, formed
 from faults.processes import Child, environment, own, reap_strangers, wait_gone
 from faults.proxy import Proxy
 from headrace.stack import ports, servers
-from shared import lifeline, records, subjects, wire
+from shared import lifeline, records, subjects
 from shared.bus import Bus
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, Lease, VersionLimits
@@ -30,8 +30,6 @@ from workers.engine.load import SIMULATED
 
 MODEL, VERSION = "mill", "v1"
 CONSUMER = subjects.consumer(subjects.LANE_FAST, subjects.requests_of_lane(MODEL, VERSION, subjects.LANE_FAST))
-
-CACHE_MESSAGES = 32
 
 
 class Held(msgspec.Struct):
@@ -185,14 +183,6 @@ class Fleet:
         """Wait until every worker claims: seconds where a real model has to be loaded."""
         budget_s = 30 if self.objects is None else 120
         await self.until(lambda: len(self.active()) >= self.size, budget_s, "all workers to be active")
-
-    async def fill_broker_cache(self) -> None:
-        """The broker keeps the newest block (8 MiB) of a stream in memory: fill it, so that it does not grow later on."""
-        subject = subjects.request("nobody", "v1", subjects.LANE_FAST, "nobody")
-        for _ in range(CACHE_MESSAGES):
-            headers = {wire.HEADER_MSG_ID: wire.new_id()}
-            sequence = await self.bus.publish_durable(subject, bytes(self.bus.payload_bytes_max), headers)
-            await self.bus.delete_message(subjects.REQ_STREAM, sequence)
 
     def members(self) -> dict[str, int]:
         """Name and pid of every process that runs."""

@@ -42,6 +42,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     unrefused: bool = False  # no connection may be refused either
     workers: int = 4
     stopped_s: float = schedule.STOPPED_S
+    prompt_words: int = 40  # at most
     books: bool = False  # no process dies, so that the counters of ingresses and workers must agree
     settle_s: float = 40.0
     settings: dict[str, Any] = {}
@@ -71,7 +72,8 @@ SCENARIOS = {
             real=True,
         ),
         Scenario(name="cancels", kinds=[], cancel_share=0.9, plain_share=0.0, clients=64, books=True),
-        Scenario(name="load", kinds=[], cancel_share=0.1, books=True),
+        # long prompts: the broker has the newest 8 MiB of its stream in memory, and so much should have come early on
+        Scenario(name="load", kinds=[], cancel_share=0.1, prompt_words=2500, books=True),
         Scenario(
             name="rolling",
             kinds=[
@@ -129,7 +131,7 @@ async def play(
         questions = await corpus.of_model(seed, model, MODEL_QUESTIONS)
         more = {"source": str(model), "engine": corpus.MODEL_ENGINE}
     else:
-        questions = await corpus.make(seed, QUESTIONS)
+        questions = await corpus.make(seed, QUESTIONS, scenario.prompt_words)
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as directory:
         async with Fleet(
             Path(directory),
@@ -165,8 +167,6 @@ async def _play(
     injector = Injector(fleet, scenario.stopped_s)
     memory = Memory(fleet)
     report = Report(scenario=scenario.name, seed=seed, read_all=not scenario.plain_share)
-    if scenario.books:
-        await fleet.fill_broker_cache()
     begin = time.monotonic()
     load.start()
     watching = asyncio.create_task(memory.watch())
