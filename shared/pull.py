@@ -44,7 +44,7 @@ class Credit:
     @property
     def open(self) -> int:
         """Pulls that the server may still serve."""
-        return len(self._pulls)
+        return sum(pull.left > 0 for pull in self._pulls.values())
 
     def is_worth_a_pull(self, free: int) -> bool:
         """Whether so much has come back that it is worth a message of its own."""
@@ -54,9 +54,9 @@ class Credit:
     def next(self, free: int, now: float) -> int:
         """Messages to pull now, or 0. What the server has forgotten, or must have, is forgotten."""
         for name, pull in list(self._pulls.items()):
-            if now - pull.heard > 2.5 * self._heartbeat_s or now > pull.ends or pull.left <= 0:
+            if now - pull.heard > 2.5 * self._heartbeat_s or now > pull.ends:
                 del self._pulls[name]
-        if len(self._pulls) >= PULLS_MAX or now < self._retry_at:
+        if self.open >= PULLS_MAX or now < self._retry_at:
             return 0
         return max(0, free - self.outstanding)
 
@@ -67,7 +67,8 @@ class Credit:
     def message(self, now: float) -> bool:
         """A message came; whether it was the last of its pull.
 
-        It carries its own subject and does not name its pull: the oldest with credit left is debited.
+        It carries its own subject and does not name its pull: the oldest with credit left is debited, though the server
+        serves them in turn. In sum that is right, and `ended` sets it right when one of them ends.
         """
         for pull in self._pulls.values():
             pull.heard = now
@@ -80,9 +81,21 @@ class Credit:
         if (pull := self._pulls.get(name)) is not None:
             pull.heard = now
 
-    def ended(self, name: str) -> bool:
-        """The server says that it will serve a pull no more; False: it is one that is forgotten already."""
-        return self._pulls.pop(name, None) is not None
+    def ended(self, name: str, left: int) -> bool:
+        """The server ends a pull with so many messages `left`; False: it is one that is forgotten already.
+
+        What was debited to it for messages of others is debited to those now: else they would seem to have credit that
+        the server does not have, and pass it on to the pulls after them.
+        """
+        pull = self._pulls.pop(name, None)
+        if pull is None:
+            return False
+        wrong = left - pull.left
+        for other in self._pulls.values():
+            taken = min(other.left, wrong)
+            other.left -= taken
+            wrong -= taken
+        return True
 
     def rest(self, until: float) -> None:
         """No pull before that."""
@@ -188,7 +201,8 @@ class Puller:
         if message.status == HEARTBEAT:
             credit.heartbeat(message.subject, now)
             return
-        if not credit.ended(message.subject):
+        pending = message.headers.get(PENDING_HEADER, "")
+        if not credit.ended(message.subject, int(pending) if pending.isdecimal() else 0):
             return
         if message.status == NO_RESPONDERS or (message.status != TIMED_OUT and PENDING_HEADER not in message.headers):
             # no leader, or no consumer (it may be being created): try again a little later

@@ -16,7 +16,7 @@ class Puller(Protocol):
 
     def message(self, request: Request) -> None: ...
 
-    def pull_ended(self, name: str) -> None: ...
+    def pull_ended(self, name: str, left: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -92,5 +92,5 @@ class Broker:
 
     def _expire(self, pull: _Pull) -> None:
         if pull.left > 0 and pull.puller.listens:
-            pull.left = 0
-            pull.puller.pull_ended(pull.name)
+            left, pull.left = pull.left, 0
+            pull.puller.pull_ended(pull.name, left)

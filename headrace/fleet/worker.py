@@ -207,8 +207,8 @@ class Worker:
         self._arrived()
         return True
 
-    def pull_ended(self, name: str) -> None:
-        if self._credit.ended(name):
+    def pull_ended(self, name: str, left: int) -> None:
+        if self._credit.ended(name, left):
             self._pull()
 
     def _free(self) -> int:

@@ -15,8 +15,8 @@ class Puller:
     def message(self, request: Request) -> None:
         self.got.append(request.number)
 
-    def pull_ended(self, name: str) -> None:
-        self.ended.append(name)
+    def pull_ended(self, name: str, left: int) -> None:
+        self.ended.append(f"{name} {left}")
 
 
 def request(number: int) -> Request:
@@ -52,7 +52,7 @@ def test_a_pull_ends_and_nobody_is_served_who_does_not_listen() -> None:
     broker.pull(here, "short", 5, 1.0)
     broker.pull(gone, "b", 5, 9.0)
     clock.run(2.0)
-    assert here.ended == ["short"]
+    assert here.ended == ["short 5"]
     broker.pull(here, "c", 5, 9.0)
     gone.listens = False
     assert broker.info().num_waiting == 1
