@@ -253,6 +253,6 @@ def test_a_burst_is_followed_by_the_autoscaler() -> None:
     result = simulate(scenario([bursty], fleet=fleet, seconds=150.0, settings=Settings(scale_down_window_s=20.0)))
     counts = [sum(sample.workers.values()) for sample in result.timeline]
     assert max(counts) >= 6
-    assert counts[-1] <= 4
+    assert counts[-1] < max(counts) - 1
     assert result.drains > 0
     assert result.unfinished == 0
