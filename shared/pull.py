@@ -33,7 +33,8 @@ class Credit:
 
     def __init__(self, heartbeat_s: float, expires_s: float) -> None:
         self._heartbeat_s, self._expires_s = heartbeat_s, expires_s
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[str, _Pull] = {}  # with credit left, oldest first
+        self._spent: dict[str, float] = {}  # without, as far as is known here, and when they end
         self._retry_at = 0.0
 
     @property
@@ -44,7 +45,7 @@ class Credit:
     @property
     def open(self) -> int:
         """Pulls that the server may still serve."""
-        return sum(pull.left > 0 for pull in self._pulls.values())
+        return len(self._pulls)
 
     def is_worth_a_pull(self, free: int) -> bool:
         """Whether so much has come back that it is worth a message of its own."""
@@ -56,6 +57,8 @@ class Credit:
         for name, pull in list(self._pulls.items()):
             if now - pull.heard > 2.5 * self._heartbeat_s or now > pull.ends:
                 del self._pulls[name]
+        while self._spent and now > self._spent[name := next(iter(self._spent))]:
+            del self._spent[name]
         if self.open >= PULLS_MAX or now < self._retry_at:
             return 0
         return max(0, free - self.outstanding)
@@ -70,31 +73,36 @@ class Credit:
         It carries its own subject and does not name its pull: the oldest with credit left is debited, though the server
         serves them in turn. In sum that is right, and `ended` sets it right when one of them ends.
         """
-        for pull in self._pulls.values():
+        for name, pull in self._pulls.items():
             pull.heard = now
-            if pull.left > 0:
-                pull.left -= 1
-                return pull.left == 0
+            pull.left -= 1
+            if pull.left == 0:
+                del self._pulls[name]
+                self._spent[name] = pull.ends
+                return True
+            break
         return False
 
     def heartbeat(self, name: str, now: float) -> None:
         if (pull := self._pulls.get(name)) is not None:
             pull.heard = now
 
-    def ended(self, name: str, left: int) -> bool:
-        """The server ends a pull with so many messages `left`; False: it is one that is forgotten already.
+    def ended(self, name: str, left: int | None) -> bool:
+        """The server ends a pull with so many messages `left`, if it says; False: it is one that is forgotten already.
 
         What was debited to it for messages of others is debited to those now: else they would seem to have credit that
         the server does not have, and pass it on to the pulls after them.
         """
-        pull = self._pulls.pop(name, None)
-        if pull is None:
+        if (pull := self._pulls.pop(name, None)) is None and self._spent.pop(name, None) is None:
             return False
-        wrong = left - pull.left
-        for other in self._pulls.values():
+        wrong = 0 if left is None else left - (0 if pull is None else pull.left)
+        for each, other in list(self._pulls.items()):
             taken = min(other.left, wrong)
             other.left -= taken
             wrong -= taken
+            if other.left == 0:
+                del self._pulls[each]
+                self._spent[each] = other.ends
         return True
 
     def rest(self, until: float) -> None:
@@ -104,6 +112,7 @@ class Credit:
     def reset(self) -> None:
         """A new connection: the server has no pulls of ours."""
         self._pulls.clear()
+        self._spent.clear()
         self._retry_at = 0.0
 
 
@@ -202,7 +211,7 @@ class Puller:
             credit.heartbeat(message.subject, now)
             return
         pending = message.headers.get(PENDING_HEADER, "")
-        if not credit.ended(message.subject, int(pending) if pending.isdecimal() else 0):
+        if not credit.ended(message.subject, int(pending) if pending.isdecimal() else None):
             return
         if message.status == NO_RESPONDERS or (message.status != TIMED_OUT and PENDING_HEADER not in message.headers):
             # no leader, or no consumer (it may be being created): try again a little later
