@@ -81,10 +81,10 @@ class Question(msgspec.Struct, kw_only=True):
         return body | {"messages": [{"role": "user", "content": self.prompt}]} | scores
 
 
-async def make(seed: int, questions: int, words_max: int) -> list[Question]:
-    """Questions of every kind and route, of so many words at most, with their truths."""
+async def make(seed: int, questions: int) -> list[Question]:
+    """Questions of every kind and route, with their truths."""
     dice = random.Random(seed)
-    made = [_question(dice, number, words_max) for number in range(questions)]
+    made = [_question(dice, number) for number in range(questions)]
     await _answer(made, load_simulated("zero", EngineSettings()))
     for question in made:
         if question.kind == "stop":  # ends somewhere inside, at a string that goes over the edge of two tokens
@@ -94,7 +94,7 @@ async def make(seed: int, questions: int, words_max: int) -> list[Question]:
     return made
 
 
-def _question(dice: random.Random, number: int, words_max: int) -> Question:
+def _question(dice: random.Random, number: int) -> Question:
     kind = KINDS[number % len(KINDS)]
     routes = (COMPLETIONS, CHAT) if kind == "choices" else (INFER, COMPLETIONS, CHAT)
     sampling = Sampling(max_tokens=TOKENS_MAX, temperature=0.0)
@@ -104,7 +104,7 @@ def _question(dice: random.Random, number: int, words_max: int) -> Question:
         sampling.n = 2
     if kind == "scored":
         sampling.logprobs = 2
-    prompt = " ".join(f"w{dice.getrandbits(20):x}" for _ in range(dice.randrange(3, words_max)))
+    prompt = " ".join(f"w{dice.getrandbits(20):x}" for _ in range(dice.randrange(3, 40)))
     return Question(kind=kind, route=dice.choice(routes), prompt=prompt, sampling=sampling)
 
 
