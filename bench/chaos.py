@@ -42,7 +42,7 @@ def main() -> None:
     logging.basicConfig(level=logging.CRITICAL)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # in good order: what was stopped is woken, so that it ends
     if options.all:
-        sys.exit(not everything.run(options.seed, options.share))
+        sys.exit(not asyncio.run(everything.run(options.seed, options.share)))
     failed = False
     for name in options.scenario:
         cancels = options.cancels if name == "cancels" else 0

@@ -110,7 +110,8 @@ def serving(servers: dict[str, str], streams: int, arguments: argparse.Namespace
     ours: float | None = None
     for name, rounds in found.items():
         rate = statistics.median(each.tokens_per_s for each in rounds)
-        ttft, tpot = ([value for each in rounds for value in values(each)] for values in (_ttft, _tpot))
+        ttft = [value for each in rounds for value in each.ttft]
+        tpot = [value for each in rounds for value in each.tpot]
         rows.append(
             (
                 f"serving {streams} streams, {name}",
@@ -121,14 +122,6 @@ def serving(servers: dict[str, str], streams: int, arguments: argparse.Namespace
         )
         ours = ours or rate
     return rows
-
-
-def _ttft(measured: Measured) -> list[float]:
-    return measured.ttft
-
-
-def _tpot(measured: Measured) -> list[float]:
-    return measured.tpot
 
 
 def show(rows: Iterable[Row]) -> None:

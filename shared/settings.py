@@ -55,9 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop_strings_max: int = 4
     keepalive_s: float = 10.0
     head_hold_s: float = 1.0
-    unread_tokens_max: int = (
-        150_000  # of one stream, and alternatives with log probabilities: more ends it, 30 to 60 MiB
-    )
+    unread_tokens_max: int = 150_000  # of one stream, alternatives included: more ends it; 30 to 60 MiB
     write_stall_s: float = 60.0  # a client that takes no byte for so long counts as gone
 
     # the wire

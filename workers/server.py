@@ -158,7 +158,7 @@ class WorkerServer:
 
     def _free(self) -> int:
         table, engine = self._table, self._engine
-        return free_slots(engine.info.slots, table.holding, engine.stats().blocked or table.draining)
+        return free_slots(engine.info.slots, table.holding, engine.blocked or table.draining)
 
     def _on_message(self, message: Message) -> None:
         if "Nats-Marker-Reason" in message.headers:  # a marker that a message expired is not a request

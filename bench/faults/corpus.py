@@ -94,16 +94,21 @@ async def make(seed: int, questions: int) -> list[Question]:
     return made
 
 
-def _question(dice: random.Random, number: int) -> Question:
-    kind = KINDS[number % len(KINDS)]
-    routes = (COMPLETIONS, CHAT) if kind == "choices" else (INFER, COMPLETIONS, CHAT)
-    sampling = Sampling(max_tokens=TOKENS_MAX, temperature=0.0)
+def _sampling(dice: random.Random, kind: str, max_tokens: int) -> Sampling:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
     if kind in ("seeded", "choices"):
         sampling.temperature, sampling.seed = 0.8, dice.getrandbits(31)
     if kind == "choices":
         sampling.n = 2
     if kind == "scored":
         sampling.logprobs = 2
+    return sampling
+
+
+def _question(dice: random.Random, number: int) -> Question:
+    kind = KINDS[number % len(KINDS)]
+    routes = (COMPLETIONS, CHAT) if kind == "choices" else (INFER, COMPLETIONS, CHAT)
+    sampling = _sampling(dice, kind, TOKENS_MAX)
     prompt = " ".join(f"w{dice.getrandbits(20):x}" for _ in range(dice.randrange(3, 40)))
     return Question(kind=kind, route=dice.choice(routes), prompt=prompt, sampling=sampling)
 
@@ -118,13 +123,7 @@ async def of_model(seed: int, directory: Path, questions: int) -> list[Question]
 
 def _question_to_model(dice: random.Random, number: int) -> Question:
     kind = ("greedy", "schema", "seeded", "choices", "scored")[number % 5]
-    sampling = Sampling(max_tokens=MODEL_TOKENS, temperature=0.0)
-    if kind in ("seeded", "choices"):
-        sampling.temperature, sampling.seed = 0.8, dice.getrandbits(31)
-    if kind == "choices":
-        sampling.n = 2
-    if kind == "scored":
-        sampling.logprobs = 2
+    sampling = _sampling(dice, kind, MODEL_TOKENS)
     if kind == "schema":
         sampling.max_tokens, sampling.grammar = (
             SCHEMA_TOKENS,

@@ -8,6 +8,7 @@ import pytest
 from shared import subjects
 from shared.errors import HeadraceError, Poisoned
 from shared.records import EngineSettings
+from shared.stream import Stream
 from workers.engine.sim import DEADLY_WORD
 
 from ..workers.conftest import Fleet, read, until
@@ -81,18 +82,24 @@ def test_h3_a_second_reader_is_given_one_generation_whoever_answers(run_fleet: R
     run_fleet(work, source="sim:fixed-10ms", **FAST)
 
 
+async def left_to_its_second_reader(fleet: Fleet) -> tuple[Stream, list[list[int]]]:
+    """A stream of w1 whose publisher is gone, and the answer that is wanted of it."""
+    await workers_of(fleet, 1)
+    wanted = await answers([await fleet.submit(max_tokens=150)])
+    async with elsewhere(fleet) as publisher:
+        fleet.dispatcher, reader = publisher.dispatcher, fleet.dispatcher
+        stream = await fleet.submit(max_tokens=150)
+        head = await stream.next(10)
+        fleet.dispatcher = reader
+        second = await read_along(Elsewhere(fleet.bus, reader), stream, head)
+        await until(lambda: second.requester.worker == "w1")
+        await publisher.vanish()
+    return second, wanted
+
+
 def test_h5_a_message_that_dies_under_a_second_reader_is_published_again(run_fleet: RunFleet) -> None:
     async def work(fleet: Fleet) -> None:
-        await workers_of(fleet, 1)
-        wanted = await answers([await fleet.submit(max_tokens=150)])
-        async with elsewhere(fleet) as publisher:
-            fleet.dispatcher, reader = publisher.dispatcher, fleet.dispatcher
-            stream = await fleet.submit(max_tokens=150)
-            head = await stream.next(10)
-            fleet.dispatcher = reader
-            second = await read_along(Elsewhere(fleet.bus, reader), stream, head)
-            await until(lambda: second.requester.worker == "w1")
-            await publisher.vanish()
+        second, wanted = await left_to_its_second_reader(fleet)
         await fleet.active(fleet.spawn())
         # the next worker speaks to the publisher only, finds nobody there, and gives the message up before its reader looks
         fleet.workers["w1"].kill()
@@ -147,16 +154,7 @@ def test_h8_a_rolling_restart_during_one_long_prefill_is_no_poison(run_fleet: Ru
 
 def test_h9_a_second_reader_of_a_hung_worker_finds_its_successor(run_fleet: RunFleet) -> None:
     async def work(fleet: Fleet) -> None:
-        await workers_of(fleet, 1)
-        wanted = await answers([await fleet.submit(max_tokens=150)])
-        async with elsewhere(fleet) as publisher:
-            fleet.dispatcher, reader = publisher.dispatcher, fleet.dispatcher
-            stream = await fleet.submit(max_tokens=150)
-            head = await stream.next(10)
-            fleet.dispatcher = reader
-            second = await read_along(Elsewhere(fleet.bus, reader), stream, head)
-            await until(lambda: second.requester.worker == "w1")
-            await publisher.vanish()
+        second, wanted = await left_to_its_second_reader(fleet)
         stop(fleet, "w1")
         await fleet.active(fleet.spawn())  # it speaks to the publisher only, as far as it knows
         assert await answers([second]) == wanted

@@ -16,8 +16,8 @@ from workers.engine.gate import LayerShape
 from workers.engine.linear import can_pack, pack_linears
 from workers.engine.load import LoadRefused
 from workers.engine.native import build, llama
+from workers.engine.native.bindings import Library
 from workers.engine.native.decoder import NativeDecoder
-from workers.engine.native.library import Library
 from workers.engine.native.runner import NativeRunner, UpgradingRunner
 from workers.engine.sampler import Sampler
 

@@ -12,9 +12,7 @@ from workers.engine.pacer import Pacer
 from workers.engine.sequence import Sequence, StepPlan
 
 DRAFT_MAX = 7  # tokens
-ROWS_MAX = (
-    8  # of a step with drafts: so many a product takes at once (native/product.h), and more cost their full price
-)
+ROWS_MAX = 8  # of a step with drafts: so many a product takes at once (native/product.h); more cost their full price
 NGRAMS = (3, 2)  # tokens that must be the same, the best evidence first
 INDEXED_MAX = 512  # tokens in one step: of a long prompt that is new here
 REST_MAX = 64  # tokens that a sequence goes without drafts when several were all wrong

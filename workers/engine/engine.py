@@ -141,6 +141,10 @@ class BatchEngine:
     def cancel(self, key: str) -> None:
         self._inbox.put(key)
 
+    @property
+    def blocked(self) -> bool:
+        return self._scheduler.blocked
+
     def stats(self) -> EngineStats:
         scheduler, drafter = self._scheduler, self._drafter
         return EngineStats(
@@ -156,7 +160,7 @@ class BatchEngine:
             blocks_cached=scheduler.pool.cached,
             cache_queries=scheduler.cache.queries,
             cache_hits=scheduler.cache.hits,
-            blocked=scheduler.blocked,
+            blocked=self.blocked,
             late=self._observer.late,
             service=scheduler.ledger.service,
             jain=scheduler.ledger.jain,

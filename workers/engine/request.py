@@ -77,7 +77,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     blocks_cached: int = 0  # free, with contents that can still be matched
     cache_queries: int = 0  # prompt tokens looked up in the prefix cache
     cache_hits: int = 0  # of those, found
-    blocked: bool = False  # a run waits for a slot, for memory or for a smaller batch: more would wait behind it
+    blocked: bool = False  # as the engine's
     late: tuple[str, ...] = ()  # runs that have not begun and will hardly be in the batch by their `admit_by`
     service: dict[str, int] = {}  # prompt tokens computed + 2 x generated, of a bounded number of tenants
     drafted: int = 0  # tokens guessed, for a step to verify
@@ -107,5 +107,9 @@ class Engine(Protocol):
 
     def cancel(self, key: str) -> None:
         """End a run at the next step edge: its slot and blocks are free then, and no more events come. Idempotent."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a run waits for a slot, for memory or for a smaller batch: more would wait behind it."""
 
     def stats(self) -> EngineStats: ...

@@ -103,6 +103,10 @@ class VllmEngine:
     def cancel(self, key: str) -> None:
         self._inbox.put(key)
 
+    @property
+    def blocked(self) -> bool:
+        return False
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),

@@ -13,8 +13,8 @@ from workers.engine.blocks import blocks_for
 from workers.engine.device import new_caches
 from workers.engine.device_cpu import INT8_NEEDED, _instructions_for
 from workers.engine.native import build, llama
+from workers.engine.native.bindings import Library
 from workers.engine.native.decoder import NativeDecoder
-from workers.engine.native.library import Library
 from workers.engine.native.weights import ZERO, quantised
 from workers.engine.scheduler import Sequence, Slice, StepPlan
 

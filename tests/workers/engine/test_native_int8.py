@@ -17,7 +17,7 @@ from workers.engine import gate
 from workers.engine.load import LoadRefused, load_engine
 from workers.engine.model import _device_sides
 from workers.engine.native import build, weights
-from workers.engine.native.library import Library
+from workers.engine.native.bindings import Library
 from workers.engine.native.runner import NativeRunner
 from workers.engine.native.weights import PANEL_COLUMNS, ZERO, Packing, quantised
 

@@ -10,7 +10,7 @@
 
 namespace headrace {
 
-// The structures below are mirrored in library.py, field by field.
+// The structures below are mirrored in bindings.py, field by field.
 
 struct Layer {
   const float* input_norm;      // [hidden]

@@ -8,7 +8,7 @@ import torch
 from workers.engine.attention_paged import Scratch
 from workers.engine.batch import PackedBatch
 from workers.engine.kv_int8 import Cache, Quantised
-from workers.engine.native.library import Batch, Library
+from workers.engine.native.bindings import Batch, Library
 from workers.engine.native.llama import Parts
 from workers.engine.native.weights import PANEL_COLUMNS
 

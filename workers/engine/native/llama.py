@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from workers.engine.gate import LayerShape
-from workers.engine.native.library import Layer, Library, Model
+from workers.engine.native.bindings import Layer, Library, Model
 from workers.engine.native.weights import Packing
 
 # Pre-norm layers, RMSNorm, rotary embeddings in halves, attention without softcap and sinks, a gated feed-forward part.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from workers.engine.native.library import Library, Matrix
+from workers.engine.native.bindings import Library, Matrix
 
 PANEL_COLUMNS = 48  # kPanelColumns
 LEVELS = 127
