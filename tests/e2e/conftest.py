@@ -90,6 +90,16 @@ class Stack(LocalStack):
     def workers(self, model: str, state: str = "active") -> list[dict[str, Any]]:
         return [each for each in self.status()["workers"] if each["model"] == model and each["state"] == state]
 
+    def worker(self, model: str, **said: Any) -> dict[str, Any]:
+        """The lease of the model's only active worker, once it says `said`: what it holds is a second old at most."""
+
+        def found() -> dict[str, Any] | None:
+            leases = self.workers(model)
+            return leases[0] if len(leases) == 1 and said.items() <= leases[0].items() else None
+
+        lease: dict[str, Any] = wait_for(found, what=f"one worker of {model} that says {said}")
+        return lease
+
     def idle(self, budget_s: float = 20.0) -> None:
         """Wait until status shows nothing queued, claimed, running or holding a block."""
 

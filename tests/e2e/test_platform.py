@@ -54,7 +54,7 @@ def test_two_hundred_streams_are_contiguous(sims: Stack) -> None:
 def test_twenty_streams_each_survive_a_killed_worker(sims: Stack) -> None:
     wanted = sims.stream("/v1/models/slow/infer", MILL)
     for round_number in range(20):
-        [worker] = wait_for(lambda: sims.workers("slow"))
+        worker = sims.worker("slow")
 
         def kill_in_the_middle(answer: Answer, pid: int = worker["pid"], at: int = 3 + round_number) -> None:
             if len(answer.events) == at:
@@ -125,12 +125,12 @@ def test_nats_restarted_while_streaming_is_a_pause(sims: Stack) -> None:
 
 def test_a_restarted_controller_keeps_the_workers(sims: Stack) -> None:
     sims.stream(COMPLETIONS, completion("zero", 1))
-    before = {worker["pid"] for worker in sims.workers("zero")}
+    before = sims.worker("zero")["pid"]
     pid = sims.status()["processes"]["controller"]["pid"]
     sims.kill(pid)
     wait_for(lambda: sims.status()["processes"]["controller"]["pid"] != pid, what="a new controller")
     assert sims.stream(COMPLETIONS, completion("zero", 5)).done
-    assert {worker["pid"] for worker in sims.workers("zero")} == before
+    assert sims.worker("zero")["pid"] == before
     sims.idle()
 
 

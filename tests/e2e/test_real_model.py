@@ -60,7 +60,7 @@ def test_the_readmes_curl_line_answers_paris(demo_stack: Stack) -> None:
 
 
 def test_from_zero_to_an_answer_and_back_to_zero(demo_stack: Stack, demo_model: Path) -> None:
-    demo_stack.push(demo_model, "sleepy", "--idle-seconds", "2")
+    demo_stack.push(demo_model, "sleepy", "--idle-seconds", "4")
     for _ in range(2):
         assert not demo_stack.workers("sleepy")
         answer = demo_stack.stream(CHAT, greedy("sleepy", "What is the capital of France?", 8))
@@ -68,7 +68,7 @@ def test_from_zero_to_an_answer_and_back_to_zero(demo_stack: Stack, demo_model: 
         assert "Paris" in answer.text
         assert answer.first_s is not None
         assert answer.first_s <= COLD_START_S_MAX
-        [worker] = demo_stack.workers("sleepy")
+        worker = demo_stack.worker("sleepy")
         metrics = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics").text
         log = (demo_stack.data / "logs" / f"worker-{worker['id']}.log").read_text()
         for phase in ("process", "imports", "fetch", "load", "first_token"):
@@ -159,7 +159,7 @@ def test_streams_survive_a_killed_worker(demo_stack: Stack, demo_model: Path, dt
     wanted_of = [demo_stack.stream(CHAT, body) for body in bodies]
     for round_number in range(KILLS):
         body, wanted = bodies[round_number % 2], wanted_of[round_number % 2]
-        [worker] = demo_stack.workers(name)
+        worker = demo_stack.worker(name)
         at = 5 + 7 * round_number % (len(wanted.scored) - 10)
         killed: list[int] = []
 
@@ -172,7 +172,7 @@ def test_streams_survive_a_killed_worker(demo_stack: Stack, demo_model: Path, dt
 
         answer = demo_stack.stream(CHAT, body, kill_in_the_middle)
         assert answer.done
-        assert demo_stack.workers(name)[0]["pid"] != worker["pid"]
+        assert demo_stack.worker(name)["pid"] != worker["pid"]
         if body is bodies[0]:
             assert len(answer.scored) == 60
         else:
@@ -196,16 +196,17 @@ def test_a_prompt_over_the_models_length_is_refused_with_both_numbers(demo_stack
 
 
 def test_disconnecting_frees_the_slot_within_a_step(demo_stack: Stack) -> None:
+    endless = greedy("smollm2", "Count to a thousand.", 8000, ignore_eos=True)
+
     async def leave_early() -> float:
         async with (
             httpx.AsyncClient(base_url=demo_stack.url, timeout=60) as client,
-            client.stream("POST", CHAT, json=greedy("smollm2", "Count to a thousand.", 2000) | {"stream": True}) as got,
+            client.stream("POST", CHAT, json=endless | {"stream": True}) as got,
         ):
             lines = got.aiter_lines()
             for _ in range(9):
                 await anext(lines)
-            [worker] = await asyncio.to_thread(demo_stack.workers, "smollm2")
-            assert worker["running"] == 1
+            await asyncio.to_thread(demo_stack.worker, "smollm2", running=1)
         return time.monotonic()
 
     left = asyncio.run(leave_early())

@@ -60,7 +60,7 @@ def test_a_stack_from_up_to_down(own_stack: Any) -> None:
 
     own_stack.push("sim:zero", "zero")
     before = ask(own_stack, "zero")
-    worker = own_stack.status()["workers"][0]["pid"]
+    [worker] = [lease["pid"] for lease in until(lambda: own_stack.status()["workers"])]
 
     # each server, the ingress and the controller come back on their ports after a SIGKILL; the worker outlives them
     places = {name: own_stack.state[name] for name in ("http", "nats", "s3_endpoint")}
@@ -71,7 +71,7 @@ def test_a_stack_from_up_to_down(own_stack: Any) -> None:
     assert {name: own_stack.state[name] for name in places} == places
     until(lambda: own_stack.headrace("chat", "zero", "-m", "hello", "--max-tokens", "3").returncode == 0)
     assert ask(own_stack, "zero") == before
-    assert [lease["pid"] for lease in own_stack.status()["workers"]] == [worker]
+    assert [lease["pid"] for lease in until(lambda: own_stack.status()["workers"])] == [worker]
 
     own_stack.down()
     assert processes_of(own_stack.data) == []
