@@ -38,8 +38,12 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
 
 class VersionLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
+    """How many workers a version gets. Changed at run time, other than the version's files."""
+
     min_replicas: Annotated[int, Meta(ge=0)] = 0
     max_replicas: Annotated[int, Meta(ge=0)] | None = None  # None: as many as there are devices
+    warm: Annotated[int, Meta(ge=0)] = 0  # workers that are loaded and claim nothing until they are needed
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # where devices are short, the higher goes first
     idle_seconds: Annotated[float, Meta(ge=0)] | None = None  # None: the controller's setting
 
 
@@ -77,10 +81,11 @@ class Lease(msgspec.Struct, kw_only=True):
     worker: str
     model: str
     version: str
-    state: str  # starting | active | draining | failed
+    state: str  # warm (no model yet) | starting | loaded (claims nothing) | active | draining | failed
     pid: int
     host: str
     started: float  # unix seconds
+    device: str = ""  # as CUDA_VISIBLE_DEVICES names it
     metrics_port: int = 0
     reason: str = ""  # of failed
     permanent: bool = False  # of failed: another try cannot help

@@ -95,6 +95,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     torch_threads: int = 0  # 0: the cores this process may use
 
     # the controller
+    scaler: str = "process"  # process (on this host) | kubernetes | static (others start the workers)
+    devices: int = 0  # workers with a model on this host at most; 0: one on each GPU, on a CPU host one of each version
+    warm_workers: int = 0  # processes that are up without a model, for whatever model comes first
+    leader_ttl_s: float = 5.0  # a controller that did not renew its lead for so long has lost it
     tick_s: float = 0.25
     idle_seconds: float = 300.0
     start_seconds_max: float = 600.0

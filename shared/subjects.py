@@ -16,6 +16,8 @@ ROUTES_BUCKET = "routes"
 WORKERS_BUCKET = "workers"
 INGRESSES_BUCKET = "ingresses"
 IDEMPOTENCY_BUCKET = "idempotency"
+LEADER_BUCKET = "leader"
+DECISIONS_BUCKET = "decisions"
 
 INGRESS_OWNER = "ingress"
 LOCAL_TENANT = "local"
@@ -103,6 +105,11 @@ def worker_control(worker: str) -> str:
 def worker_drain(worker: str) -> str:
     """Where the controller tells one worker to drain."""
     return f"ctl.worker.{worker}.drain"
+
+
+def worker_assign(worker: str) -> str:
+    """Where the controller tells one worker which version to serve, and whether to claim."""
+    return f"ctl.worker.{worker}.assign"
 
 
 def attach_broadcast(model: str, version: str) -> str:
