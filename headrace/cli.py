@@ -170,14 +170,18 @@ def controller(context: typer.Context) -> None:
 @app.command()
 def worker(
     context: typer.Context,
-    model: Annotated[str, typer.Option()],
-    version: Annotated[str, typer.Option()],
     worker_id: Annotated[str, typer.Option()],
+    model: Annotated[str | None, typer.Option(help="With --version: serve it at once.")] = None,
+    version: Annotated[str | None, typer.Option()] = None,
 ) -> None:
-    """Run one worker process; usually the controller starts it."""
+    """Run one worker process; usually the controller starts it. Without a model it waits until it is assigned one."""
+    from shared.wire import Assign
     from workers.main import main as run
 
-    sys.exit(run(_globals(context).local_settings(), model, version, worker_id))
+    if (model is None) != (version is None):
+        raise typer.BadParameter("--model and --version go together")
+    wanted = None if model is None or version is None else Assign(model, version, True, 0)
+    sys.exit(run(_globals(context).local_settings(), worker_id, wanted))
 
 
 @app.command(hidden=True)

@@ -117,7 +117,7 @@ class Credit:
 
 
 class Puller:
-    """Pulls from one durable consumer as long as `free()` says that more can be taken.
+    """Pulls from one durable consumer, from `start` to `stop`, as long as `free()` says that more can be taken.
 
     `on_message` gets each message (its `reply` is the ack subject). Call `pump()` whenever credit may have grown.
     """
@@ -134,25 +134,24 @@ class Puller:
         self._credit = Credit(self._heartbeat_s, settings.pull_expires_s)
         self._number = 0
         self._wake = asyncio.Event()
-        self._stopped = False
         self._subscription: Subscription | None = None
         self._task: asyncio.Task[None] | None = None
+        bus.on_reconnect(self._reset)
 
     async def start(self) -> None:
         self._subscription = await self._bus.subscribe(self._inbox + ".*", self._on_message)
-        self._bus.on_reconnect(self._reset)
-        self._wake.set()
+        self._reset()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
         """Take no more messages: unsubscribing makes the server drop the open pulls. Returns when that is sure."""
-        self._stopped = True
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         if self._subscription is not None:
             await self._subscription.unsubscribe()
+            self._subscription = None
 
     @property
     def outstanding(self) -> int:

@@ -242,6 +242,18 @@ class ToWorker(msgspec.Struct, array_like=True):
 # -- about a request, as a core request to everybody who may have it ---------------------------------------------------
 
 
+class Assign(msgspec.Struct, array_like=True):
+    """The controller to one worker: serve this version, and claim its requests or only be ready to.
+
+    `term` is of the leader that says so: a worker does not listen to one that has been replaced.
+    """
+
+    model: str
+    version: str
+    claim: bool
+    term: Count
+
+
 class About(msgspec.Struct, array_like=True):
     """Which request is meant, and for whom. Who does not have it says nothing."""
 
@@ -278,6 +290,7 @@ encode = _encoder.encode
 decode_from_worker = _decoder(msgspec.msgpack.Decoder(FromWorker).decode)
 decode_to_worker = _decoder(msgspec.msgpack.Decoder(ToWorker).decode)
 decode_about = _decoder(msgspec.msgpack.Decoder(About).decode)
+decode_assign = _decoder(msgspec.msgpack.Decoder(Assign).decode)
 decode_found = _decoder(msgspec.msgpack.Decoder(Found).decode)
 _decode_request_msgpack = _decoder(msgspec.msgpack.Decoder(Request).decode)
 _decode_request_json = _decoder(msgspec.json.Decoder(Request).decode)

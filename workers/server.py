@@ -85,7 +85,7 @@ class WorkerServer:
         self._busy_at = time.time()
 
     async def start(self) -> None:
-        """Start the engine and claim."""
+        """Start the engine, and answer who asks. Nothing is claimed before `claim`."""
         self._engine.start(asyncio.get_running_loop(), self._on_events)
         await self._replier.start()
         await self._bus.subscribe(subjects.worker_control(self._worker), self._on_control)
@@ -94,7 +94,14 @@ class WorkerServer:
         await self._bus.subscribe(subjects.FIND, self._on_find)
         await self._bus.subscribe(subjects.CANCEL, self._on_cancel)
         self._loops = [asyncio.create_task(loop) for loop in (self._send(), self._keep_alive(), self._tick())]
+
+    async def claim(self) -> None:
+        """Take requests from now on."""
         await self._puller.start()
+
+    async def rest(self) -> None:
+        """Take no more requests until the next `claim`; those that are held go on."""
+        await self._puller.stop()
 
     async def drain(self) -> None:
         """Claim no more; let what is claimed finish within the drain budget; hand back the rest."""

@@ -29,6 +29,15 @@ def import_engine(source: str, engine: str = "headrace") -> None:
     import workers.engine.model  # noqa: F401
 
 
+def warm_up() -> None:
+    """What any model needs, before one is known: the imports, and the device's first breath. Blocking, seconds."""
+    import_engine("")
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda").cpu()
+
+
 def load_engine(source: str, directory: Path | None, settings: EngineSettings, threads: int) -> Engine:
     """The engine of a version, not yet started.
 
