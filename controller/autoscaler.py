@@ -52,6 +52,7 @@ class VersionFacts(Struct, frozen=True, kw_only=True):
     replicas: tuple[Replica, ...] = ()
     busy_at: float  # when a pending message or a claim was last seen, or a replica was started
     history: tuple[Sample, ...] = ()
+    warm: int = 0  # loaded spares that are wanted
 
 
 class Snapshot(Struct, frozen=True):
@@ -68,7 +69,8 @@ class Decision(Struct, frozen=True, kw_only=True):
 
     model: str
     version: str
-    desired: int
+    desired: int  # that claim
+    spares: int = 0  # that are loaded and claim nothing
     reasons: tuple[str, ...]
 
 
@@ -82,7 +84,15 @@ def decide(snapshot: Snapshot, now: float, policy: Policy | None = None) -> list
     decisions = []
     for facts in snapshot.versions:
         desired, reasons = _desired(facts, now, policy)
-        decisions.append(Decision(model=facts.model, version=facts.version, desired=desired, reasons=tuple(reasons)))
+        decisions.append(
+            Decision(
+                model=facts.model,
+                version=facts.version,
+                desired=desired,
+                reasons=tuple(reasons),
+                spares=min(facts.warm, max(0, facts.max_replicas - desired)) if facts.state == "available" else 0,
+            )
+        )
     return decisions
 
 

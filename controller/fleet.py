@@ -1,14 +1,15 @@
 """From desired replicas to actions on workers: who counts as a replica, who is drained, who is killed. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct
 
 from controller.autoscaler import Decision, Replica
-from controller.scalers.process import WorkerProcess
+from controller.scalers.base import Managed
 from controller.starts import Starts
 from shared.records import Lease
 from shared.settings import Settings
+from shared.wire import Assign
 
 KILL_MARGIN_S = 5.0  # what a worker gets on top of its own budget
 LOST_TTLS = 3  # a worker that was active and has been silent for so many lease TTLs hangs: it is killed
@@ -25,24 +26,39 @@ class SeenLease(Struct):
     silent: bool = False  # deleted, or not renewed within the TTL
 
 
+class Told(Struct, frozen=True):
+    """What a worker was told last, and when."""
+
+    assign: Assign
+    at: float
+
+
 class Member(Struct, frozen=True, kw_only=True):
-    """A worker as its process and its lease together show it.
+    """A worker as its process, its lease and what it was told together show it.
 
     `lost`: it was active and its lease has expired while its process lives (stopped, hung, cut off). It is no replica.
     """
 
     worker: str
-    model: str
-    version: str
-    state: str  # starting | active | draining | failed | lost
+    model: str = ""  # "" and `version` "": not assigned to any yet
+    version: str = ""
+    state: str  # starting | warm | loaded | active | draining | failed | lost
     since: float  # seconds on the clock of `now`: when that state began
     slots: int = 0
     claims: int = 0
-    local: bool = False  # a process of this host, which can be signalled
+    device: str = ""
+    claim: bool = True  # it is to claim, not only to be loaded
+    heard: bool = True  # it has a lease, so that it can be told something
+    local: bool = False  # the scaler made it, or took it over
 
     @property
     def is_replica(self) -> bool:
-        return self.state in ("starting", "active")
+        return self.model != "" and self.state in ("starting", "loaded", "active")
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it waits for a model, or soon will."""
+        return self.model == "" and self.state in ("starting", "warm")
 
     def as_replica(self) -> Replica:
         return Replica(active=self.state == "active", slots=self.slots, claims=self.claims)
@@ -54,52 +70,62 @@ class Kill(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What to do about one version."""
+    """What to do about one version. Workers are named by their ids."""
 
-    starts: int = 0
-    drains: tuple[str, ...] = ()  # worker ids
+    starts: int = 0  # more of them that claim
+    spares: int = 0  # more of them that do not
+    claims: tuple[str, ...] = ()  # that are loaded, and are to claim now
+    rests: tuple[str, ...] = ()  # that claim, and are only to be loaded from now on
+    drains: tuple[str, ...] = ()
     kills: tuple[Kill, ...] = ()
 
 
-def members(processes: Mapping[str, WorkerProcess], leases: Mapping[str, SeenLease], host: str) -> list[Member]:
-    """Every worker that is there. A lease of `host` without a process is of a dead worker; other hosts' leases count."""
-    found = [_of_process(process, leases.get(process.worker)) for process in processes.values()]
+def members(
+    processes: Mapping[str, Managed],
+    leases: Mapping[str, SeenLease],
+    told: Mapping[str, Told],
+    owns: Callable[[Lease], bool],
+) -> list[Member]:
+    """Every worker that is there. A lease that the scaler `owns` without a process is of a dead worker; others count."""
+    found = [
+        _member(process, leases.get(process.worker), told.get(process.worker), process.worker)
+        for process in processes.values()
+    ]
     for worker, seen in leases.items():
-        if worker not in processes and seen.lease.host != host and not seen.silent:
-            found.append(_of_lease(seen))
+        if worker not in processes and not owns(seen.lease) and not seen.silent:
+            found.append(_member(None, seen, told.get(worker), worker))
     return found
 
 
-def _of_lease(seen: SeenLease) -> Member:
-    lease = seen.lease
-    return Member(
-        worker=lease.worker,
-        model=lease.model,
-        version=lease.version,
-        state=lease.state,
-        since=seen.state_since,
-        slots=lease.slots,
-        claims=lease.claims,
-    )
-
-
-def _of_process(process: WorkerProcess, seen: SeenLease | None) -> Member:
-    state, since = "starting", process.started
-    if process.drained_at is not None:
-        state, since = "draining", process.drained_at
-    elif seen is not None and seen.lease.state != "starting":
-        state, since = seen.lease.state, seen.state_since
-        if seen.silent and state == "active":
+def _member(process: Managed | None, seen: SeenLease | None, told: Told | None, worker: str) -> Member:
+    lease = seen.lease if seen else None
+    said = (lease.model, lease.version) if lease else ("", "")
+    name = said
+    if not name[0] and process is not None:
+        name = process.model, process.version
+    if not name[0] and told is not None:  # it does not say so yet
+        name = told.assign.model, told.assign.version
+    state, since = "starting", told.at if told else 0.0
+    if process is not None:
+        since = process.assigned_at or process.started
+    if seen is not None and lease is not None and said == name and (lease.state != "starting" or process is None):
+        state, since = lease.state, seen.state_since
+        if process is not None and seen.silent and state in ("warm", "active", "loaded"):
             state, since = "lost", seen.heard_at
+    if process is not None and process.drained_at is not None:
+        state, since = "draining", process.drained_at
     return Member(
-        worker=process.worker,
-        model=process.model,
-        version=process.version,
+        worker=worker,
+        model=name[0],
+        version=name[1],
         state=state,
         since=since,
-        slots=seen.lease.slots if seen else 0,
-        claims=seen.lease.claims if seen else 0,
-        local=True,
+        slots=lease.slots if lease else 0,
+        claims=lease.claims if lease else 0,
+        device=process.device if process else lease.device if lease else "",
+        claim=told.assign.claim if told else state != "loaded",
+        heard=seen is not None,
+        local=process is not None,
     )
 
 
@@ -110,24 +136,40 @@ def plan(decision: Decision, fleet: Iterable[Member], starts: Starts, now: float
     claims, a cold one before a loaded one, the oldest first; killed are only those that overran their budget or hang.
     """
     fleet = list(fleet)
-    replicas = [member for member in fleet if member.is_replica]
-    surplus = len(replicas) - decision.desired
+    replicas = sorted(
+        (member for member in fleet if member.is_replica),
+        key=lambda member: (member.claims, member.state == "active", member.since),
+    )
+    claiming = [member.worker for member in replicas if member.claim]
+    resting = [member.worker for member in sorted(replicas, key=_readiness) if not member.claim]
+    missing = decision.desired - len(claiming)
+    claims, resting = resting[: max(0, missing)], resting[max(0, missing) :]
+    surplus = claiming[: max(0, -missing)]
+    kept = min(len(surplus), max(0, decision.spares - len(resting)))
+    drains = surplus[: len(surplus) - kept] + resting[decision.spares :]
     failing = any(member.state == "failed" for member in fleet)
     may_start = not starts.hopeless and not failing and now >= starts.retry_at
-    drains: tuple[str, ...] = ()
-    if surplus > 0:
-        ours = [member for member in replicas if member.local]
-        ours.sort(key=lambda member: (member.claims, member.state == "active", member.since))
-        drains = tuple(member.worker for member in ours[:surplus])
     return Plan(
-        starts=-surplus if surplus < 0 and may_start else 0,
-        drains=drains,
-        kills=tuple(
-            Kill(worker=member.worker, reason=reason)
-            for member in fleet
-            if member.local and (reason := _overdue(member, now, settings))
-        ),
+        starts=max(0, missing - len(claims)) if may_start else 0,
+        spares=max(0, decision.spares - len(resting) - kept) if may_start else 0,
+        claims=tuple(claims),
+        rests=tuple(surplus[len(surplus) - kept :]),
+        drains=tuple(drains),
+        kills=tuple(overdue(fleet, now, settings)),
     )
+
+
+def _readiness(member: Member) -> tuple[bool, float]:
+    return member.state != "loaded", member.since
+
+
+def overdue(fleet: Iterable[Member], now: float, settings: Settings) -> list[Kill]:
+    """Those of our workers that have to be killed: they overran their budget, or hang."""
+    return [
+        Kill(worker=member.worker, reason=reason)
+        for member in fleet
+        if member.local and (reason := _overdue(member, now, settings))
+    ]
 
 
 def _overdue(member: Member, now: float, settings: Settings) -> str:

@@ -5,29 +5,39 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 
-from controller import fleet
+from controller import fleet, placement
 from controller.autoscaler import Policy, Snapshot, decide
-from controller.fleet import Member
+from controller.faults import point
+from controller.fleet import Kill, Member, Plan, Told
+from controller.leader import Leadership
 from controller.metrics import Metrics, VersionView
 from controller.observer import HINT_S, Observer, VersionKey
-from controller.scalers.process import ProcessScaler
+from controller.placement import NO_VERSION, Drain, Give, Start
+from controller.scalers.base import Scaler
 from controller.starts import Exit, Failure, Starts, judge
 from controller.versions import Verify, Versions
+from shared import subjects, wire
 from shared.bus import Bus
 from shared.errors import Unavailable
 from shared.settings import Settings
+from shared.wire import Assign
 
 log = logging.getLogger(__name__)
 
 HINTED_TICK_S = 0.02  # between looks at the lag after a wake hint
 TICK_MIN_S = 0.005  # events cannot make it spin
+AGAIN_LEASES = 2  # a worker that does not do what it was told within so many leases is told again
 
 
 class Controller:
-    """Owns desired replicas and version states. What it remembers between ticks only slows it down or explains it."""
+    """Owns desired replicas and version states. What it remembers between ticks only slows it down or explains it.
 
-    def __init__(self, bus: Bus, settings: Settings, scaler: ProcessScaler, metrics: Metrics, verify: Verify) -> None:
+    One that does not lead watches, and does nothing.
+    """
+
+    def __init__(self, bus: Bus, settings: Settings, scaler: Scaler, metrics: Metrics, verify: Verify) -> None:
         self._bus = bus
         self._settings = settings
         self._scaler = scaler
@@ -36,11 +46,13 @@ class Controller:
             target_utilisation=settings.target_utilisation, down_window_s=settings.scale_down_window_s
         )
         self.observer = Observer(bus, settings)
+        self.leader = Leadership(bus, settings.leader_ttl_s, self.wake)
         self._versions = Versions(bus, self.observer, settings, verify)
         self._starts: defaultdict[VersionKey, Starts] = defaultdict(Starts)
         self._exits: list[Exit] = []  # not judged yet
-        self._active: set[str] = set()  # workers of this host that have been
+        self._ready: set[tuple[str, VersionKey]] = set()  # workers that have been, as what
         self._decided: dict[VersionKey, int] = {}
+        self._told: dict[str, Told] = {}  # by worker
         self._should_exit = False
 
     def wake(self) -> None:
@@ -56,12 +68,16 @@ class Controller:
         await self._bus.ensure()
         try:
             await self.observer.start()
+            await self._scaler.open()
+            await self.leader.start()
             while not self._should_exit:
                 self.observer.changed.clear()
                 await self._tick()
                 await self._pause()
         finally:
             await self._versions.close()
+            await self.leader.close()
+            await self._scaler.close()
             await self.observer.close()
 
     async def _pause(self) -> None:
@@ -74,25 +90,47 @@ class Controller:
     async def _tick(self) -> None:
         scaler, observer = self._scaler, self.observer
         await observer.poll(time.monotonic())
-        scaler.adopt(observer.live_leases())
+        self._adopt()
         self._exits += scaler.reap()
+        if not self.leader.leads:
+            self._exits.clear()  # whoever leads judges them
+            self._told.clear()
+            return
+        point("observed")
         await self._judge_exits()
         now = time.monotonic()
+        await self._tell_again(now)
+        members = fleet.members(scaler.workers, observer.leases, self._told, scaler.owns)
         by_version: defaultdict[VersionKey, list[Member]] = defaultdict(list)
-        for member in fleet.members(scaler.workers, observer.leases, scaler.host):
+        for member in members:
             by_version[member.model, member.version].append(member)
         self._note_cold_starts(now)
-        names = sorted(observer.records.keys() | by_version.keys())
+        names = sorted((observer.records.keys() | by_version.keys()) - {NO_VERSION})
         snapshot = Snapshot(tuple(observer.facts(name, by_version[name], scaler.replicas_max, now) for name in names))
-        views = []
+        views, wanted = [], []
         for name, decision in zip(names, decide(snapshot, now, self._policy), strict=True):
             view = VersionView(decision=decision, members=tuple(by_version[name]), lag=observer.lag.get(name))
             self._tell(view)
-            self._act(view, now)
+            plan = fleet.plan(decision, view.members, self._starts[name], now, self._settings)
+            await self._act(name, plan)
+            if not any((ended.model, ended.version) == name for ended in self._exits):  # why is not known yet
+                wanted.append((name, plan))
             views.append(view)
+        self._kill(NO_VERSION, fleet.overdue(by_version[NO_VERSION], now, self._settings))
+        warm_workers = self._settings.warm_workers if now >= self._starts[NO_VERSION].retry_at else 0
+        for action in placement.place(wanted, members, scaler.devices, warm_workers):
+            await self._place(action)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
         self._forget(set(names))
+
+    def _adopt(self) -> None:
+        """Take over workers that another controller started, and learn what it assigned them."""
+        self._scaler.adopt(self.observer.live_leases())
+        for lease in self.observer.live_leases():
+            process = self._scaler.workers.get(lease.worker)
+            if process is not None and lease.model and not process.model:
+                process.model, process.version = lease.model, lease.version
 
     async def _judge_exits(self) -> None:
         """Learn from each worker that ended why it did; while the bus is away that waits."""
@@ -127,22 +165,20 @@ class Controller:
         log.error("%s@%s: start %d failed (%s): %s; %s", *name, starts.failures, failure.kind, failure.reason, then)
 
     def _note_cold_starts(self, now: float) -> None:
-        """Take in which workers became active; the phases of those that this controller started are measured."""
+        """Take in which workers got ready; the phases of those that this controller started are measured."""
         for worker, process in self._scaler.workers.items():
             seen = self.observer.leases.get(worker)
             if seen is None or not seen.was_active:
                 continue
-            active_s = None
-            if worker not in self._active:
-                self._active.add(worker)
-                self._starts[process.model, process.version].succeeded()
-                if process.child is not None:
-                    active_s = now - process.started
+            name, active_s = (seen.lease.model, seen.lease.version), None
+            if (worker, name) not in self._ready:
+                self._ready.add((worker, name))
+                self._starts[name].succeeded()
+                if process.own:
+                    active_s = now - (process.assigned_at or process.started)
                     phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in seen.lease.cold_start.items())
-                    log.info(
-                        "%s@%s: %s active after %.2f s (%s)", process.model, process.version, worker, active_s, phases
-                    )
-            if process.child is not None:
+                    log.info("%s@%s: %s ready after %.2f s (%s)", *name, worker, active_s, phases)
+            if process.own and name != NO_VERSION:
                 self._metrics.cold_start(seen.lease, active_s)
 
     def _tell(self, view: VersionView) -> None:
@@ -156,33 +192,92 @@ class Controller:
         lag = f"{view.lag.pending} pending, {view.lag.claimed} claimed" if view.lag else "lag not known"
         log.info("%s@%s: %d -> %d replicas (%s; %s)", *name, before, decision.desired, ", ".join(decision.reasons), lag)
 
-    def _act(self, view: VersionView, now: float) -> None:
-        """Do what the plan says. A version whose worker ended for a reason not known yet starts no other."""
-        name = (view.decision.model, view.decision.version)
-        todo = fleet.plan(view.decision, view.members, self._starts[name], now, self._settings)
-        for kill in todo.kills:
-            log.warning("%s@%s: killing %s: %s", *name, kill.worker, kill.reason)
-            self._scaler.kill(kill.worker, kill.reason)
-        for worker in todo.drains:
-            log.info("%s@%s: draining %s", *name, worker)
-            self._scaler.drain(worker)
-        if any((ended.model, ended.version) == name for ended in self._exits):
+    async def _act(self, name: VersionKey, plan: Plan) -> None:
+        """Do what the plan says to the workers that are there."""
+        self._kill(name, plan.kills)
+        for worker in plan.claims:
+            await self._assign(worker, name, True)
+        for worker in plan.rests:
+            await self._assign(worker, name, False)
+        for worker in plan.drains:
+            await self._drain(name, worker)
+
+    def _kill(self, name: VersionKey, kills: Iterable[Kill]) -> None:
+        for kill in kills:
+            if self.leader.leads:
+                log.warning("%s@%s: killing %s: %s", *name, kill.worker, kill.reason)
+                self._scaler.kill(kill.worker, kill.reason)
+                point("killed")
+
+    async def _drain(self, name: VersionKey, worker: str) -> None:
+        if not self.leader.leads:
             return
-        for _ in range(todo.starts):
-            try:
-                worker = self._scaler.start(*name)
-            except OSError as error:
-                self._start_failed(name, Failure(kind="transient", reason=f"no process can be made: {error}"), False)
-                return
-            log.info("%s@%s: started %s", *name, worker)
+        log.info("%s@%s: draining %s", *name, worker)
+        point("to_drain")
+        if worker in self._scaler.workers:
+            self._scaler.drain(worker)
+        else:
+            await self._bus.publish(subjects.worker_drain(worker), b"")
+        point("drained")
+
+    async def _assign(self, worker: str, name: VersionKey, claim: bool) -> None:
+        """Tell a worker what it is for."""
+        if not self.leader.leads:
+            return
+        log.info("%s@%s: %s is to %s", *name, worker, "claim" if claim else "be loaded")
+        process = self._scaler.workers.get(worker)
+        if process is not None and not process.model:
+            process.model, process.version = name
+            process.assigned_at = time.monotonic()
+        self._told[worker] = Told(Assign(*name, claim, self.leader.term), time.monotonic())
+        point("to_assign")
+        await self._bus.publish(subjects.worker_assign(worker), wire.encode(self._told[worker].assign))
+        point("assigned")
+
+    async def _tell_again(self, now: float) -> None:
+        """Repeat to each worker what it was told, until its lease says so."""
+        for worker, told in list(self._told.items()):
+            seen = self.observer.leases.get(worker)
+            if seen is None or seen.silent:
+                del self._told[worker]
+                continue
+            lease, assign = seen.lease, told.assign
+            settled = (lease.model, lease.version) == (assign.model, assign.version) and lease.state != "starting"
+            if settled and lease.state in ("draining", "failed", "active" if assign.claim else "loaded"):
+                del self._told[worker]
+            elif now - told.at > self._settings.lease_every_s * AGAIN_LEASES:
+                self._told[worker] = Told(assign, now)
+                await self._bus.publish(subjects.worker_assign(worker), wire.encode(assign))
+
+    async def _place(self, action: Give | Start | Drain) -> None:
+        match action:
+            case Give():
+                await self._assign(action.worker, action.name, action.claim)
+            case Drain():
+                await self._drain(NO_VERSION, action.worker)
+            case Start():
+                self._start(action)
+
+    def _start(self, start: Start) -> None:
+        if not self.leader.leads:
+            return
+        point("to_start")
+        try:
+            worker = self._scaler.start(*start.name, start.device)
+        except OSError as error:
+            failure = Failure(kind="transient", reason=f"no process can be made: {error}")
+            self._start_failed(start.name, failure, False)
+            return
+        point("started")
+        log.info("%s@%s: started %s", *start.name, worker)
 
     def _forget(self, names: set[VersionKey]) -> None:
         """Drop what is kept of versions that are not in service and of workers that are gone."""
         records = self.observer.records
-        for name in list(self._starts):
+        for name in self._starts.keys() - {NO_VERSION}:
             if name not in records or records[name].state != "available":
                 del self._starts[name]
         for name in self._decided.keys() - names:
             del self._decided[name]
-        self._active &= self._scaler.workers.keys()
+        self._ready = {(worker, name) for worker, name in self._ready if worker in self._scaler.workers}
         self._metrics.forget(self._scaler.workers)

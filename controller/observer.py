@@ -97,7 +97,8 @@ class Observer:
             lease=lease,
             heard_at=now,
             state_since=seen.state_since if seen and seen.lease.state == lease.state else now,
-            was_active=lease.state in ("active", "draining") or (seen is not None and seen.was_active),
+            was_active=lease.state in ("warm", "loaded", "active", "draining")
+            or (seen is not None and seen.was_active and seen.lease.model == lease.model),
         )
 
     def _note_busy(self, lease: Lease, before: Lease | None, now: float) -> None:
@@ -200,5 +201,6 @@ class Observer:
             lag=self.lag.get(name),
             busy_at=self._busy_at.setdefault(name, now),
             history=tuple(self._history.get(name, ())),
-            replicas=tuple(member.as_replica() for member in members if member.is_replica),
+            warm=limits.warm,
+            replicas=tuple(member.as_replica() for member in members if member.is_replica and member.claim),
         )

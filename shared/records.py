@@ -99,6 +99,14 @@ class Lease(msgspec.Struct, kw_only=True):
     cold_start: dict[str, float] = {}  # seconds by phase: process, imports, fetch, load, first_token
 
 
+class Leader(msgspec.Struct, frozen=True, kw_only=True):
+    """The controller that leads, in the bucket `leader`, with a TTL."""
+
+    host: str
+    pid: int
+    process: str  # which process of that pid: pids are used again
+
+
 class KeptChoice(msgspec.Struct, array_like=True):
     """One choice of an answer, token by token."""
 
@@ -147,6 +155,7 @@ def _decoder(decode: Callable[[bytes], Record], what: str) -> Callable[[bytes], 
 decode_key_record = _decoder(msgspec.msgpack.Decoder(KeyRecord).decode, "the record of an idempotency key")
 decode_version = _decoder(msgspec.json.Decoder(Version).decode, "the record of a version")
 decode_route = _decoder(msgspec.json.Decoder(Route).decode, "the route of a model")
+decode_leader = _decoder(msgspec.json.Decoder(Leader).decode, "the record of the leader")
 decode_lease = _decoder(msgspec.json.Decoder(Lease).decode, "the lease of a worker")
 
 

@@ -143,6 +143,7 @@ class Streams:
             subjects.ROUTES_BUCKET: 0.0,
             subjects.WORKERS_BUCKET: settings.lease_ttl_s,
             subjects.INGRESSES_BUCKET: settings.lease_ttl_s,
+            subjects.LEADER_BUCKET: settings.leader_ttl_s,
             subjects.IDEMPOTENCY_BUCKET: settings.idempotency_kept_s,
         }
         for bucket, ttl_s in buckets.items():

@@ -259,6 +259,8 @@ def main(settings: Settings, worker_id: str, wanted: Assign | None) -> int:
     configure_logging(settings)
     if settings.lifeline_fd is not None:
         lifeline.watch(settings.lifeline_fd)
+    if device.startswith("cpu"):
+        os.sched_setaffinity(0, {int(core) for core in device.partition(":")[2].split(",")})
     gc.freeze()
 
     async def run() -> int:

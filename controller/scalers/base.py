@@ -12,14 +12,15 @@ from shared.records import Lease
 class Managed(Struct, kw_only=True):
     """A live worker that the scaler made, or took over. Times are seconds of the monotonic clock.
 
-    A warm worker has no model: `model` and `version` are "" until it is assigned one.
+    A warm worker has no model: `model` and `version` are "" until the controller writes down which it is assigned.
     """
 
     worker: str
     model: str
     version: str
     started: float
-    device: str = ""  # that it may use, as CUDA_VISIBLE_DEVICES names it; "" where that is not the scaler's to say
+    device: str = ""  # that is its own; "" where that is not the scaler's to say
+    assigned_at: float | None = None  # when a warm one was
     drained_at: float | None = None  # when it was told to drain
     killed_because: str = ""
     own: bool = True  # started by this controller, not taken over

@@ -17,8 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
+from controller.scalers.base import Managed
 from controller.starts import Exit
 from shared.records import Lease
 from shared.settings import Settings, to_environment
@@ -27,31 +26,38 @@ log = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "workers.main")
 SPAWNED_AT = "HEADRACE_SPAWNED_AT"  # unix seconds, so that the worker can tell how long its process took to begin
+DEVICE = "HEADRACE_DEVICE"  # which device is the worker's
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 LOG_TAIL_BYTES = 4096
 LOG_LINE_MAX = 300
 
 
-class WorkerProcess(Struct, kw_only=True):
-    """A live worker on this host. Times are seconds of the monotonic clock."""
+class WorkerProcess(Managed, kw_only=True):
+    """A live worker on this host."""
 
-    worker: str
-    model: str
-    version: str
     pid: int
-    started: float
-    device: str = ""  # as CUDA_VISIBLE_DEVICES names it
     child: subprocess.Popen[bytes] | None = None  # None: of an earlier controller
-    drained_at: float | None = None  # when it was told to drain
-    killed_because: str = ""
 
 
-def host_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The accelerators that workers on this host may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU host."""
+def host_devices(environ: Mapping[str, str] = os.environ, limit: int = 0, cores: Sequence[int] = ()) -> tuple[str, ...]:
+    """What workers on this host may use, each for one with a model; none where there is no such bound.
+
+    Accelerators as CUDA_VISIBLE_DEVICES names them, the first `limit` of them (0: all). On a CPU host `limit` groups of
+    its `cores`, as `cpu<number>:<core>,<core>...`.
+    """
     visible = environ.get(VISIBLE_DEVICES)
     if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+        found = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    else:
+        found = [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+    if found or not limit:
+        return tuple(found[: limit or None])
+    groups = []
+    for number in range(limit):
+        begin = number * len(cores) // limit
+        group = cores[begin : max(begin + 1, (number + 1) * len(cores) // limit)]
+        groups.append(f"cpu{number}:{','.join(map(str, group))}")
+    return tuple(groups)
 
 
 class ProcessScaler:
@@ -62,27 +68,41 @@ class ProcessScaler:
         self._command = tuple(command)
         self.host = socket.gethostname()
         self._logs = settings.data_path / "logs"
-        self._devices = host_devices()
-        self.workers: dict[str, WorkerProcess] = {}
+        self._devices = host_devices(limit=settings.devices, cores=sorted(os.sched_getaffinity(0)))
+        self._workers: dict[str, WorkerProcess] = {}
+
+    @property
+    def workers(self) -> Mapping[str, WorkerProcess]:
+        return self._workers
 
     @property
     def replicas_max(self) -> int:
-        """Replicas of one version that this host is good for: one on each device, one on a CPU host."""
+        """One on each device; one where there is no such bound, on a CPU host: they would share its cores."""
         return max(1, len(self._devices))
 
-    def start(self, model: str, version: str) -> str:
+    @property
+    def devices(self) -> tuple[str, ...] | None:
+        return self._devices or None
+
+    async def open(self) -> None:
+        """Nothing goes on in the background."""
+
+    async def close(self) -> None:
+        """Nothing goes on in the background."""
+
+    def start(self, model: str, version: str, device: str = "") -> str:
         """Start a worker; its id. Raises OSError when the process cannot be made."""
         worker = f"w{secrets.token_hex(5)}"
-        device = self._free_device()
-        environment = os.environ | to_environment(self._settings) | {SPAWNED_AT: repr(time.time())}
-        if device:
+        environment = os.environ | to_environment(self._settings) | {SPAWNED_AT: repr(time.time()), DEVICE: device}
+        if device and not device.startswith("cpu"):
             environment[VISIBLE_DEVICES] = device
+        arguments = [f"--model={model}", f"--version={version}"] if model else []
         lifeline = self._settings.lifeline_fd
         self._logs.mkdir(parents=True, exist_ok=True)
         self._drop_old_logs()
         with open(self._log_file(worker), "ab") as output:
             child = subprocess.Popen(
-                [*self._command, f"--model={model}", f"--version={version}", "--worker-id", worker],
+                [*self._command, *arguments, "--worker-id", worker],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -90,7 +110,7 @@ class ProcessScaler:
                 start_new_session=True,
                 pass_fds=() if lifeline is None else (lifeline,),
             )
-        self.workers[worker] = WorkerProcess(
+        self._workers[worker] = WorkerProcess(
             worker=worker,
             model=model,
             version=version,
@@ -102,43 +122,44 @@ class ProcessScaler:
         return worker
 
     def adopt(self, leases: Iterable[Lease]) -> None:
-        """Take over the live workers of this host that an earlier controller started."""
+        """Take over the live workers of this host that another controller started."""
         for lease in leases:
-            if lease.worker in self.workers or not self.on_this_host(lease) or not _carries(lease.pid, lease.worker):
+            if lease.worker in self._workers or not self.owns(lease) or not _carries(lease.pid, lease.worker):
                 continue
             log.info("adopted %s (pid %d) of %s@%s", lease.worker, lease.pid, lease.model, lease.version)
-            self.workers[lease.worker] = WorkerProcess(
+            self._workers[lease.worker] = WorkerProcess(
                 worker=lease.worker,
                 model=lease.model,
                 version=lease.version,
                 pid=lease.pid,
                 started=time.monotonic() - max(0.0, time.time() - lease.started),
-                device=_variable(lease.pid, VISIBLE_DEVICES),
+                device=lease.device,
+                own=False,
             )
 
-    def on_this_host(self, lease: Lease) -> bool:
+    def owns(self, lease: Lease) -> bool:
         return lease.host == self.host
 
     def drain(self, worker: str) -> None:
         """Tell a worker to finish what it has and end. Once is enough: the worker keeps its own budget."""
-        process = self.workers[worker]
+        process = self._workers[worker]
         if process.drained_at is None:
             process.drained_at = time.monotonic()
             _signal(process, signal.SIGTERM)
 
     def kill(self, worker: str, reason: str) -> None:
         """SIGKILL."""
-        process = self.workers[worker]
+        process = self._workers[worker]
         process.killed_because = process.killed_because or reason
         _signal(process, signal.SIGKILL)
 
     def reap(self) -> list[Exit]:
         """The workers that have ended since the last call."""
         ended = []
-        for process in list(self.workers.values()):
+        for process in list(self._workers.values()):
             if process.child.poll() is None if process.child else _carries(process.pid, process.worker):
                 continue
-            del self.workers[process.worker]
+            del self._workers[process.worker]
             ended.append(
                 Exit(
                     worker=process.worker,
@@ -154,10 +175,6 @@ class ProcessScaler:
 
     def _log_file(self, worker: str) -> Path:
         return self._logs / f"worker-{worker}.log"
-
-    def _free_device(self) -> str:
-        used = [process.device for process in self.workers.values()]
-        return min(self._devices, key=used.count, default="")
 
     def _drop_old_logs(self) -> None:
         live = {self._log_file(worker) for worker in self.workers}
@@ -196,13 +213,3 @@ def _carries(pid: int, worker: str) -> bool:
         return b"\0--worker-id\0%b\0" % worker.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def _variable(pid: int, name: str) -> str:
-    """A variable of a process's environment, "" when it is not set or may not be read."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return ""
-    prefix = f"{name}=".encode()
-    return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), "")

@@ -34,6 +34,7 @@ class Bench:
         self.behaviour = "serve"
         self.verified: list[Version] = []
         self.verify: Callable[[Version], None] = self.verified.append
+        self.ticks = 0  # of the controller, from end to end
         self._controller_bus: Bus | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -43,6 +44,13 @@ class Bench:
         self.metrics = Metrics()
         self._controller_bus = await Bus.connect(self.settings, "controller")
         self.controller = Controller(self._controller_bus, self.settings, self.scaler, self.metrics, self.verify)
+        tick = self.controller._tick
+
+        async def counted() -> None:
+            await tick()
+            self.ticks += 1
+
+        self.controller._tick = counted  # type: ignore[method-assign]
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.controller.wake)
         self._task = asyncio.create_task(self.controller.run())
 
@@ -64,6 +72,10 @@ class Bench:
 
     async def set_state(self, model: str, state: str, version: str = "v1") -> None:
         record = replace(await self.record(model, version), state=state)
+        await self.bus.kv_put(subjects.MODELS_BUCKET, subjects.key(model, version), records.encode(record))
+
+    async def set_limits(self, model: str, version: str = "v1", **limits: Any) -> None:
+        record = replace(await self.record(model, version), limits=VersionLimits(**limits))
         await self.bus.kv_put(subjects.MODELS_BUCKET, subjects.key(model, version), records.encode(record))
 
     async def record(self, model: str, version: str = "v1") -> Version:

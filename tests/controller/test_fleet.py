@@ -31,8 +31,12 @@ def planned(desired: int, *fleet: Member, starts: Starts | None = None) -> Plan:
     return plan(decision, fleet, starts or Starts(), NOW, SETTINGS)
 
 
+def is_here(lease: Lease) -> bool:
+    return lease.host == "here"
+
+
 def state_of(of_process: WorkerProcess, lease: SeenLease | None) -> tuple[str, float]:
-    (found,) = members({of_process.worker: of_process}, {of_process.worker: lease} if lease else {}, "here")
+    (found,) = members({of_process.worker: of_process}, {of_process.worker: lease} if lease else {}, {}, is_here)
     assert found.local
     return found.state, found.since
 
@@ -49,7 +53,7 @@ def test_a_process_is_what_its_lease_says_once_it_has_one() -> None:
 def test_a_lease_of_this_host_without_a_process_is_of_a_dead_worker_and_one_of_another_host_counts() -> None:
     leases = {"dead": seen("dead", "active"), "far": seen("far", "active", host="there")}
     leases["quiet"] = seen("quiet", "active", host="there", silent=True)
-    (found,) = members({}, leases, "here")
+    (found,) = members({}, leases, {}, is_here)
     assert (found.worker, found.state, found.slots, found.claims, found.local) == ("far", "active", 8, 3, False)
 
 
@@ -76,7 +80,7 @@ def test_the_least_loaded_is_drained_first_then_the_cold_then_the_oldest() -> No
     )
     assert planned(5, *fleet).drains == ()
     assert planned(3, *fleet).drains == ("cold", "old")
-    assert planned(0, *fleet).drains == ("cold", "old", "new", "busy")
+    assert planned(0, *fleet).drains == ("cold", "old", "new", "far", "busy")
 
 
 def test_only_a_worker_over_its_budget_is_killed() -> None:

@@ -140,21 +140,32 @@ def test_a_process_that_is_not_the_worker_is_neither_adopted_nor_signalled(worke
         other.wait()
 
 
-def test_each_worker_gets_the_least_used_device(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_gets_the_device_that_it_is_started_for(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    scaler = workers.scaler(WAIT)
-    assert scaler.replicas_max == 2
-    first, second, third = (scaler.start("m", "v") for _ in range(3))
-    assert [scaler.workers[worker].device for worker in (first, second, third)] == ["2", "5", "2"]
-    until(lambda: "ready" in workers.log(second))
-    later = workers.scaler(WAIT)
-    later.adopt([lease_of(second, scaler.workers[second].pid)])
-    assert later.workers[second].device == "5"
+    scaler = workers.scaler("import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['HEADRACE_DEVICE'])")
+    assert (scaler.replicas_max, scaler.devices) == (2, ("2", "5"))
+    worker = scaler.start("m", "v", "5")
+    assert scaler.workers[worker].device == "5"
+    until(lambda: workers.log(worker) == "5 5\n")
+
+
+def test_a_warm_worker_is_started_without_a_model(workers: Workers) -> None:
+    scaler = workers.scaler("import sys; print(sys.argv[1:])")
+    worker = scaler.start("", "")
+    until(lambda: workers.log(worker) == f"['--worker-id', '{worker}']\n")
 
 
 def test_devices_are_those_that_are_visible() -> None:
-    assert host_devices({"CUDA_VISIBLE_DEVICES": "0, 3"}) == ["0", "3"]
-    assert host_devices({"CUDA_VISIBLE_DEVICES": ""}) == host_devices({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    assert host_devices({"CUDA_VISIBLE_DEVICES": "0, 3"}) == ("0", "3")
+    assert host_devices({"CUDA_VISIBLE_DEVICES": "0, 3"}, limit=1) == ("0",)
+    assert host_devices({"CUDA_VISIBLE_DEVICES": ""}) == host_devices({"CUDA_VISIBLE_DEVICES": "-1"}) == ()
+
+
+def test_a_cpu_host_has_as_many_groups_of_cores_as_it_is_told() -> None:
+    cpu = {"CUDA_VISIBLE_DEVICES": ""}
+    assert host_devices(cpu, limit=1, cores=(0, 1)) == ("cpu0:0,1",)
+    assert host_devices(cpu, limit=2, cores=(0, 1, 4, 6, 7)) == ("cpu0:0,1", "cpu1:4,6,7")
+    assert host_devices(cpu, limit=3, cores=(0, 1)) == ("cpu0:0", "cpu1:0", "cpu2:1")
 
 
 def test_old_logs_are_dropped_but_not_those_of_live_workers(workers: Workers) -> None:

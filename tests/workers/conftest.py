@@ -34,14 +34,15 @@ class Fleet:
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         self._directory = directory
 
-    def spawn(self) -> str:
-        """Start a worker; its id."""
+    def spawn(self, warm: bool = False, device: str = "") -> str:
+        """Start a worker, with the model or without one; its id."""
         worker = f"w{len(self.workers) + 1}"
-        command = [sys.executable, "-m", "workers.main", "--model", "m", "--version", "v", "--worker-id", worker]
+        command = [sys.executable, "-m", "workers.main", "--worker-id", worker]
+        command += [] if warm else ["--model", "m", "--version", "v"]
         with open(self._directory / f"{worker}.log", "wb") as log:
             self.workers[worker] = subprocess.Popen(
                 command,
-                env=os.environ | to_environment(self.settings),
+                env=os.environ | to_environment(self.settings) | {"HEADRACE_DEVICE": device},
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent(),
@@ -57,10 +58,19 @@ class Fleet:
 
     async def active(self, worker: str) -> None:
         """Wait until the worker claims."""
-        deadline = time.monotonic() + 20
-        while (lease := await self.lease(worker)) is None or lease.state != "active":
+        await self.becomes(worker, "active")
+
+    async def becomes(self, worker: str, state: str) -> records.Lease:
+        """Wait until the worker's lease says so."""
+        deadline = time.monotonic() + 30
+        while (lease := await self.lease(worker)) is None or lease.state != state:
             assert time.monotonic() < deadline, self.log(worker)
             await asyncio.sleep(0.02)
+        return lease
+
+    async def assign(self, worker: str, claim: bool, term: int = 1, version: str = "v") -> None:
+        assign = wire.encode(wire.Assign("m", version, claim, term))
+        await self.bus.publish(subjects.worker_assign(worker), assign)
 
     async def exit_status(self, worker: str) -> int:
         return await asyncio.to_thread(self.workers[worker].wait, 20)

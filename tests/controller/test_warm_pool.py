@@ -1,0 +1,90 @@
+"""Warm workers, spares and devices: a real nats-server, real processes that stand in for workers."""
+
+import os
+import signal
+from typing import Any
+
+from shared.records import Lease
+
+
+def leases(bench: Any, model: str, state: str) -> list[Lease]:
+    seen = bench.controller.observer.leases.values()
+    return [one.lease for one in seen if not one.silent and (one.lease.model, one.lease.state) == (model, state)]
+
+
+def test_a_warm_worker_is_kept_serves_whatever_comes_first_and_is_replaced(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat")
+        await bench.register("code")
+        await bench.until(lambda: leases(bench, "", "warm"))
+        for model in ("code", "chat"):
+            (warm,) = leases(bench, "", "warm")
+            await bench.request(model)
+            await bench.until(lambda model=model: leases(bench, model, "active"))
+            (active,) = leases(bench, model, "active")
+            assert active.worker == warm.worker
+            await bench.until(lambda: leases(bench, "", "warm"))
+        assert len(bench.scaler.workers) == 3
+
+    run_bench(work, warm_workers=1)
+
+
+def test_a_spare_is_loaded_takes_over_at_once_and_is_made_again(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat", min_replicas=1, max_replicas=2, warm=1)
+        await bench.until(lambda: leases(bench, "chat", "active") and leases(bench, "chat", "loaded"))
+        (active,) = leases(bench, "chat", "active")
+        (spare,) = leases(bench, "chat", "loaded")
+        os.kill(active.pid, signal.SIGKILL)
+        await bench.until(lambda: [one.worker for one in leases(bench, "chat", "active")] == [spare.worker])
+        await bench.until(lambda: leases(bench, "chat", "loaded"))
+        assert len(bench.scaler.workers) == 2
+
+    run_bench(work)
+
+
+def test_a_worker_that_is_too_many_becomes_the_missing_spare(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat", max_replicas=2, warm=1, idle_seconds=0.3)
+        await bench.until(lambda: leases(bench, "chat", "loaded"))
+        (spare,) = leases(bench, "chat", "loaded")
+        await bench.request("chat")
+        await bench.until(lambda: [one.worker for one in leases(bench, "chat", "active")] == [spare.worker])
+        await bench.until(lambda: leases(bench, "chat", "loaded"))
+        await bench.clear_queue("chat")
+        await bench.until(lambda: len(bench.scaler.workers) == 1 and leases(bench, "chat", "loaded"))
+
+    run_bench(work)
+
+
+def test_a_device_has_one_worker_and_the_next_waits_for_it(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat", min_replicas=1)
+        await bench.until(lambda: leases(bench, "chat", "active"))
+        await bench.register("code", min_replicas=1)
+        await bench.available("code")
+        ticks = bench.ticks
+        await bench.until(lambda: bench.ticks > ticks + 3)
+        (chat,) = bench.scaler.workers.values()
+        assert chat.device.startswith("cpu0:")
+        await bench.set_limits("chat", min_replicas=0, idle_seconds=0.0)
+        await bench.until(lambda: leases(bench, "code", "active"))
+        assert chat.child.returncode == 0
+        assert [process.device for process in bench.scaler.workers.values()] == [chat.device]
+
+    run_bench(work, devices=1, scale_down_window_s=0.1)
+
+
+def test_a_warm_worker_that_cannot_start_is_tried_again_later_and_fails_no_version(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start("crash-warm")
+        await bench.register("chat")
+        await bench.until(lambda: bench.controller._starts["", ""].failures >= 2)
+        await bench.available("chat")
+        assert not [process for process in bench.scaler.workers.values() if process.model]
+
+    run_bench(work, warm_workers=1)
