@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +154,13 @@ def run_bench(nats_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         asyncio.run(main())
 
     return run
+
+
+@pytest.fixture
+def lifeline() -> Iterator[tuple[int, Callable[[], None]]]:
+    """The read end of a pipe, and a function that ends the write end."""
+    read_end, write_end = os.pipe()
+    ends = [write_end]
+    yield read_end, lambda: [os.close(ends.pop()) for _ in list(ends)] and None
+    for end in (read_end, *ends):
+        os.close(end)

@@ -1,10 +1,11 @@
-"""A worker in behaviour only: `stand_in_worker.py BEHAVIOUR --model M --version V --worker-id ID`. It writes a lease and obeys.
+"""A worker in behaviour only: `stand_in_worker.py BEHAVIOUR --worker-id ID [--model M --version V]`.
 
-Without a model it is warm until it is assigned one. It is active or only loaded as it is told.
+It writes a lease and obeys. Without a model it is warm until it is assigned one. It is active or only loaded as it is told.
 
 serve: active until SIGTERM, then drains and ends. stubborn: like it, but SIGTERM does not end it. slow: starts for ever.
-crash: ends with code 7 before it is active; crash-warm: only one without a model. permanent, transient: fails and says so. once: transient the first time, then
-serve. When the file `<data>/claims` is there its number is what the lease says it has claimed.
+crash: ends with code 7 before it is active; crash-warm: only one without a model. permanent, transient: fails and says so.
+once: transient the first time, then serve. When the file `<data>/claims` is there its number is what the lease says it has
+claimed.
 """
 
 import argparse

@@ -40,9 +40,12 @@ def run_leaders(nats_server: Any) -> Callable[[Callable[[Bus, list[Leadership]],
     return run
 
 
-async def until(condition: Callable[[], bool], budget_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], budget_s: float = 10.0) -> None:
     deadline = time.monotonic() + budget_s
-    while not condition():
+    while True:
+        result = condition()
+        if await result if isinstance(result, Awaitable) else result:
+            return
         assert time.monotonic() < deadline, "the condition did not come true"
         await asyncio.sleep(0.01)
 
@@ -62,8 +65,7 @@ def test_the_first_leads_and_renews_and_the_second_follows_it_in_order(run_leade
             assert not second.leads
             return now[1] > before[1] + 5  # longer than the TTL
 
-        while not await renewed():
-            await asyncio.sleep(0.02)
+        await until(renewed)
         await first.close()
         assert not first.leads
         await until(lambda: second.leads)
@@ -93,7 +95,7 @@ def test_one_that_cannot_renew_stops_before_another_can_lead(run_leaders: Any, m
 
 def test_a_dead_process_of_this_host_is_replaced_at_once_and_a_live_one_is_not(run_leaders: Any) -> None:
     async def work(bus: Bus, leaders: list[Leadership]) -> None:
-        process = subprocess.Popen(["sleep", "600"])
+        process = await asyncio.to_thread(subprocess.Popen, ["sleep", "600"])
         host = os.uname().nodename
         try:
             other = Leader(host=host, pid=process.pid, process=module._process_of(process.pid))
@@ -113,6 +115,6 @@ def test_a_dead_process_of_this_host_is_replaced_at_once_and_a_live_one_is_not(r
     run_leaders(work)
 
 
-def test_a_reused_pid_is_another_process() -> None:
-    assert module._process_of(os.getpid()) not in ("", module._process_of(os.getppid()))
+def test_a_process_is_known_by_its_pid_and_its_start() -> None:
+    assert module._process_of(os.getpid()) == module._process_of(os.getpid()) != module._process_of(1)
     assert module._process_of(2**22 + 1) == ""

@@ -1,10 +1,9 @@
 """Real workers that are told what they are for: warm, loaded, claiming; by which leader; on which device."""
 
-import asyncio
 import signal
 from collections.abc import Callable
 
-from .conftest import Fleet, read, text_of
+from .conftest import Fleet, read, text_of, until
 
 RunFleet = Callable[..., None]
 
@@ -24,8 +23,7 @@ def test_a_warm_worker_loads_what_it_is_assigned_and_claims_when_the_present_lea
         stream = await fleet.submit()
         await fleet.assign(worker, claim=True, term=6)  # of a leader that was replaced
         await fleet.assign(worker, claim=True, term=8, version="other")
-        while fleet.log(worker).count("not heeded") < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: fleet.log(worker).count("not heeded") == 2)
         assert (await fleet.becomes(worker, "loaded")).claims == 0
         await fleet.assign(worker, claim=True, term=8)
         assert len(text_of(await read(stream)).split()) > 10
