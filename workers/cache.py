@@ -108,7 +108,7 @@ class Cache:
         if bytes_needed > self.bytes_max:
             raise VersionFailed(f"{bytes_needed} bytes of files are over cache_bytes_max of {self.bytes_max} bytes")
         recent = time.time() - self.in_use_s
-        used = sum(path.stat().st_size for path in self._blobs.iterdir())
+        used = sum(status.st_size for _, status in self._blob_statuses())
         for directory in sorted(self._versions.iterdir(), key=lambda path: path.stat().st_mtime):
             if used + bytes_needed <= self.bytes_max or directory.stat().st_mtime > recent:
                 break
@@ -120,12 +120,17 @@ class Cache:
     def _drop_unlinked(self, recent: float) -> int:
         """Remove the blobs, partial ones too, that no version links and that nobody used lately; their bytes."""
         dropped = 0
-        for path in self._blobs.iterdir():
-            status = path.stat()
+        for path, status in self._blob_statuses():
             if status.st_nlink == 1 and status.st_mtime < recent:
                 path.unlink()
                 dropped += status.st_size
         return dropped
+
+    def _blob_statuses(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """What lies there; not what another worker has just renamed, for it is complete."""
+        for path in self._blobs.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                yield path, path.stat()
 
     def _directory(self, model: str, version: str, manifest_sha256: str) -> Path:
         return self._versions / f"{subjects.key(model, version)}-{manifest_sha256[:16]}"

@@ -97,7 +97,12 @@ def test_the_openai_sdk_streams_and_answers_plainly(demo_stack: Stack) -> None:
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == plain.choices[0].message.content
-        assert chunks[-1].usage == plain.usage
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (
+            plain.usage.prompt_tokens,
+            plain.usage.completion_tokens,
+        )
         completion = client.completions.create(
             model="smollm2@v1", prompt="One, two, three,", max_tokens=5, temperature=0
         )
