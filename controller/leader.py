@@ -64,24 +64,20 @@ class Leadership:
                 await self._campaign()
             except Unavailable as error:
                 log.info("the lead could not be renewed: %s", error.message)
-            if self._revision and not self.leads:
-                self._lost("it was not renewed in time")
 
     async def _campaign(self) -> None:
         begun = time.monotonic()
         if self._revision:
             revision = await self._bus.kv_update(subjects.LEADER_BUCKET, KEY, encode(self._me), self._revision)
-            if revision is None:
-                self._lost("another controller leads")
+            if revision is not None:
+                self._revision, self._until = revision, begun + SURE * self._ttl_s
                 return
-        else:
-            revision = await self._take()
-            if revision is None:
-                return
-            self.term = revision
+            self._lost("it was not renewed in time, or another controller leads")
+        revision = await self._take()
+        if revision is not None:
+            self.term = self._revision = revision
+            self._until = begun + SURE * self._ttl_s
             log.info("this controller leads, term %d", self.term)
-        was, self._revision, self._until = self._revision, revision, begun + SURE * self._ttl_s
-        if not was:
             self._on_change()
 
     async def _take(self) -> int | None:

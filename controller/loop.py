@@ -117,7 +117,9 @@ class Controller:
                 wanted.append((name, plan))
             views.append(view)
         self._kill(NO_VERSION, fleet.overdue(by_version[NO_VERSION], now, self._settings))
-        warm_workers = self._settings.warm_workers if now >= self._starts[NO_VERSION].retry_at else 0
+        warm_workers = self._settings.warm_workers
+        if now < self._starts[NO_VERSION].retry_at:  # no new one yet
+            warm_workers = min(warm_workers, sum(member.is_warm for member in members))
         for action in placement.place(wanted, members, scaler.devices, warm_workers):
             await self._place(action)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
