@@ -120,7 +120,7 @@ class Controller:
         warm_workers = self._settings.warm_workers
         if now < self._starts[NO_VERSION].retry_at:  # no new one yet
             warm_workers = min(warm_workers, sum(member.is_warm for member in members))
-        for action in placement.place(wanted, members, scaler.devices, warm_workers):
+        for action in placement.place(wanted, members, scaler.devices, warm_workers, scaler.makes_workers):
             await self._place(action)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
@@ -206,7 +206,7 @@ class Controller:
 
     def _kill(self, name: VersionKey, kills: Iterable[Kill]) -> None:
         for kill in kills:
-            if self.leader.leads:
+            if self.leader.leads and not self._scaler.workers[kill.worker].killed_because:
                 log.warning("%s@%s: killing %s: %s", *name, kill.worker, kill.reason)
                 self._scaler.kill(kill.worker, kill.reason)
                 point("killed")

@@ -8,12 +8,12 @@ import sys
 from controller.loop import Controller
 from controller.metrics import Metrics
 from controller.packing import verifier
-from controller.scalers.process import ProcessScaler
+from controller.scalers.choose import make_scaler
 from shared import lifeline
 from shared.bus import Bus
 from shared.errors import Unavailable
 from shared.log import configure_logging
-from shared.settings import Settings, load
+from shared.settings import Settings, SettingsError, load
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ async def serve(settings: Settings) -> None:
     metrics = Metrics()
     bus = await Bus.connect(settings, "controller")
     try:
-        controller = Controller(bus, settings, ProcessScaler(settings), metrics, verifier(settings))
+        controller = Controller(bus, settings, make_scaler(settings), metrics, verifier(settings))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, controller.stop)
@@ -45,7 +45,7 @@ def main(settings: Settings) -> None:
         asyncio.run(serve(settings))
     except KeyboardInterrupt:  # before the loop had its handler
         sys.exit(130)
-    except Unavailable as error:
+    except (Unavailable, SettingsError) as error:
         log.error("the controller cannot start: %s", error)
         sys.exit(1)
 

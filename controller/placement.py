@@ -38,18 +38,23 @@ def place(
     fleet: Iterable[Member],
     devices: Sequence[str] | None,
     warm_workers: int,
+    makes_workers: bool = True,
 ) -> list[Give | Start | Drain]:
     """How the workers that the plans miss come to be, the plans in the order of their right to a device.
 
     `devices`: each is for one worker with a model, and one that still drains has its own; None: no such bound. Warm
     workers have devices too, but do not occupy them. `warm_workers` of them are kept, and as many more as spares are missing.
+    Without `makes_workers` nothing is started, and a warm worker is never too many: who started it wants it there.
     """
-    return _Placement(list(fleet), devices, warm_workers).run(wanted)
+    return _Placement(list(fleet), devices, warm_workers, makes_workers).run(wanted)
 
 
 class _Placement:
-    def __init__(self, fleet: list[Member], devices: Sequence[str] | None, warm_workers: int) -> None:
+    def __init__(
+        self, fleet: list[Member], devices: Sequence[str] | None, warm_workers: int, makes_workers: bool
+    ) -> None:
         self._devices = devices
+        self._makes_workers = makes_workers
         self._free = list(devices or ())
         for member in fleet:
             if member.model and member.device in self._free:
@@ -68,11 +73,12 @@ class _Placement:
             for _ in range(plan.spares):
                 if not self._give(name, False) and self._has_room():
                     self._warm_wanted += 1  # it is assigned when it is there
-        self._fill_up()
+        if self._makes_workers:
+            self._fill_up()
         return self._done
 
     def _has_room(self) -> bool:
-        return self._devices is None or bool(self._free)
+        return self._makes_workers and (self._devices is None or bool(self._free))
 
     def _give(self, name: VersionName, claim: bool) -> bool:
         """Let a warm worker have it, if there is one whose device is free."""

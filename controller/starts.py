@@ -18,6 +18,7 @@ class Exit(Struct, frozen=True, kw_only=True):
     asked: bool  # it was told to drain
     killed_because: str  # "" when we did not kill it
     last_line: str  # of its log
+    outside: bool = False  # ended, or not made, by the doing of what it runs on: nothing is known against its version
 
     def description(self) -> str:
         """How it ended, and the last thing that it said."""
@@ -73,7 +74,7 @@ def judge(ended: Exit, lease: Lease | None, was_active: bool) -> Failure | None:
     if lease is not None and lease.state == "failed":
         return Failure(kind="permanent" if lease.permanent else "transient", reason=lease.reason or "no reason given")
     if ended.killed_because:
-        return Failure(kind="timeout", reason=ended.killed_because)
+        return Failure(kind="transient" if ended.outside else "timeout", reason=ended.killed_because)
     if ended.asked:
         return None
-    return Failure(kind="crash", reason=ended.description())
+    return Failure(kind="transient" if ended.outside else "crash", reason=ended.description())

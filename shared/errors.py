@@ -24,6 +24,7 @@ HeadraceError
 +-- Unavailable             503 bus_unavailable          JetStream cannot be reached or refuses to store
 |   +-- VersionFailed       503 version_failed           the version cannot be loaded; the message says why
 |   +-- NoCapacity          503 no_capacity              max_replicas is 0
+|   +-- ScalerUnavailable   503 scaler_unavailable       what the workers run on cannot be reached: the controller's alone
 |   +-- ObjectsUnavailable  503 objects_unavailable      the object store cannot be reached
 |   +-- Draining            503 draining                 this process is shutting down
 |   +-- TooManyConnections  503 too_many_connections     this process has as many connections as it may
@@ -152,6 +153,10 @@ class VersionFailed(Unavailable):
 
 class NoCapacity(Unavailable):
     code, retryable = "no_capacity", False
+
+
+class ScalerUnavailable(Unavailable):
+    code = "scaler_unavailable"
 
 
 class ObjectsUnavailable(Unavailable):

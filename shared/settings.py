@@ -111,6 +111,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     worker_logs_max: int = 100
     controller_metrics_port: int = 0  # 0: a free one, named in the log
 
+    # the controller's scaler `kubernetes`
+    kubernetes_config: str = ""  # a kubeconfig file; "": the pod's service account, outside a cluster $KUBECONFIG
+    kubernetes_namespace: str = ""  # where the workers run; "": the controller's own
+    kubernetes_template: str = "headrace-worker"  # the PodTemplate, in that namespace, that workers are made of
+    kubernetes_instance: str = "headrace"  # names the pods of this fleet: two fleets in a namespace need two names
+    kubernetes_replicas_max: int = 8  # of one version that sets no limit: nodes that are added cost money
+    kubernetes_call_s: float = 10.0  # how long one call may take
+    kubernetes_calls_max: int = 8  # at the same time
+    kubernetes_watch_s: float = 60.0  # after so long a watch is begun anew where it ended
+    kubernetes_backoff_s: float = 0.5  # after a call that failed; doubles with each
+    kubernetes_backoff_max_s: float = 30.0
+    kubernetes_gone_s: float = 30.0  # a killed pod whose node does not confirm its end is given up after so long
+    kubernetes_failed_pods_max: int = 5  # kept for their logs
+
     @property
     def data_path(self) -> Path:
         return Path(self.data_dir).absolute()

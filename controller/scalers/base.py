@@ -24,6 +24,7 @@ class Managed(Struct, kw_only=True):
     drained_at: float | None = None  # when it was told to drain
     killed_because: str = ""
     own: bool = True  # started by this controller, not taken over
+    waiting_for: str = ""  # what keeps it from starting, where the scaler knows: no node with room, no image
 
 
 class Scaler(Protocol):
@@ -44,6 +45,11 @@ class Scaler(Protocol):
     @property
     def devices(self) -> tuple[str, ...] | None:
         """The accelerators that there are, each for one loaded worker; None: there is no such bound."""
+        ...
+
+    @property
+    def makes_workers(self) -> bool:
+        """Whether it can start any. If not, those that there are are all kept, and what is missing is only shown."""
         ...
 
     async def open(self) -> None:

@@ -72,6 +72,10 @@ class ProcessScaler:
         self._workers: dict[str, WorkerProcess] = {}
 
     @property
+    def makes_workers(self) -> bool:
+        return True
+
+    @property
     def workers(self) -> Mapping[str, WorkerProcess]:
         return self._workers
 

@@ -33,6 +33,14 @@ def test_the_pool_is_filled_up_and_what_is_too_much_ends() -> None:
     assert place([(A, Plan(starts=1))], [warm("one")], None, 1) == [Give("one", A, True), Start(NO_VERSION)]
 
 
+def test_without_hands_what_there_is_is_given_and_nothing_is_started_or_too_much() -> None:
+    wanted = [(A, Plan(starts=3, spares=1))]
+    fleet = [warm("one", "0"), warm("two")]
+    assert place(wanted, fleet, None, 0, makes_workers=False) == [Give("one", A, True), Give("two", A, True)]
+    assert place([], fleet, None, 0, makes_workers=False) == []
+    assert place([], [], None, 2, makes_workers=False) == []
+
+
 def test_spares_are_made_of_warm_workers_after_all_that_claim() -> None:
     both = [(A, Plan(spares=1)), (B, Plan(starts=1))]
     assert place(both, [warm("one")], None, 0) == [Give("one", B, True), Start(NO_VERSION)]

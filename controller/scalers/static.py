@@ -1,0 +1,57 @@
+"""No hands: others start the workers (systemd, Slurm, a Deployment), without a model as a rule, and start them again.
+
+The controller assigns warm ones what is wanted, and tells those that are not needed to drain; who started them starts them
+anew. One that hangs is theirs to end.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from controller.scalers.base import Managed
+from controller.starts import Exit
+from shared.records import Lease
+
+
+class StaticScaler:
+    """Starts nothing and ends nothing. Every worker is somebody else's, known by its lease alone."""
+
+    workers: Mapping[str, Managed] = MappingProxyType({})
+
+    @property
+    def replicas_max(self) -> int:
+        """No bound: how many workers there are is not the controller's to say."""
+        return sys.maxsize
+
+    @property
+    def devices(self) -> None:
+        """Nor where they run."""
+
+    @property
+    def makes_workers(self) -> bool:
+        return False
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def owns(self, lease: Lease) -> bool:
+        return False
+
+    def adopt(self, leases: Iterable[Lease]) -> None:
+        pass
+
+    def start(self, model: str, version: str, device: str = "") -> str:
+        """Raises OSError."""
+        raise OSError("with scaler=static others start the workers")
+
+    def drain(self, worker: str) -> None:
+        """Nothing: the controller's message to the worker is all that there is."""
+
+    def kill(self, worker: str, reason: str) -> None:
+        """Nothing."""
+
+    def reap(self) -> list[Exit]:
+        return []
