@@ -5,6 +5,11 @@ from collections import deque
 
 from msgspec import Struct
 
+from shared.records import Signals
+from shared.settings import Settings
+
+ROUNDING = 1e-9
+
 
 class Lag(Struct, frozen=True):
     """Messages of a version in the queue."""
@@ -18,7 +23,7 @@ class Lag(Struct, frozen=True):
 
 
 class Replica(Struct, frozen=True, kw_only=True):
-    """A worker that serves, or will once it is loaded; draining and lost ones are none."""
+    """A worker that serves, or will once it is loaded; spares, draining and lost ones are none."""
 
     active: bool
     slots: int = 0  # sequences in its batch, 0 while unknown
@@ -26,21 +31,23 @@ class Replica(Struct, frozen=True, kw_only=True):
 
 
 class Sample(Struct, frozen=True):
-    """Work that was in the system at one time."""
+    """What `load` was at one time."""
 
     at: float  # seconds, on the clock of `now`
-    work: int
+    work: float
 
 
 def remember(history: deque[Sample], sample: Sample, window_s: float) -> None:
-    """Add a sample to what the scale-down window holds."""
+    """Add a sample to what the scale-down window holds: of it only peaks count, so one that a later one tops is dropped."""
     while history and history[0].at <= sample.at - window_s:
         history.popleft()
+    while history and history[-1].work <= sample.work:
+        history.pop()
     history.append(sample)
 
 
 class VersionFacts(Struct, frozen=True, kw_only=True):
-    """What is known of one version. Times are seconds on the clock of `now`."""
+    """What is known of one version. Times are seconds on the clock of `now`; None: not known."""
 
     model: str
     version: str
@@ -48,11 +55,21 @@ class VersionFacts(Struct, frozen=True, kw_only=True):
     min_replicas: int
     max_replicas: int
     idle_seconds: float
-    lag: Lag | None  # None: not known
+    lag: Lag | None
     replicas: tuple[Replica, ...] = ()
     busy_at: float  # when a pending message or a claim was last seen, or a replica was started
     history: tuple[Sample, ...] = ()
+    scheduled_min: int = 0  # replicas that a window of the schedule asks for now
     warm: int = 0  # loaded spares that are wanted
+    spares: int = 0  # that are there
+    stranded: int = 0  # of the claimed messages, those that no live worker tells of
+    unbatched: int = 0  # of the claimed messages, those that wait in a worker for its batch
+    oldest_s: float = 0.0  # how long the oldest pending message has waited
+    rate: float | None = None  # requests that come in a second
+    service_s: float | None = None  # how long a request holds a slot
+    cold_start_s: float | None = None  # from the start of a worker until it serves
+    ttft_s: float | None = None  # the time to the first token that the version is to keep
+    slots: int = 0  # of a replica, as last seen, where no active one says it
 
 
 class Snapshot(Struct, frozen=True):
@@ -61,7 +78,26 @@ class Snapshot(Struct, frozen=True):
 
 class Policy(Struct, frozen=True, kw_only=True):
     target_utilisation: float = 0.7  # of the slots
-    down_window_s: float = 30.0  # fewer replicas only when the need was lower for this long
+    down_window_s: float = 30.0  # fewer replicas only when the need was lower for this long, or for a cold start
+    cold_start_s: float = 10.0  # where none was measured
+    drain_share: float = 1.0  # of a cold start: how long a backlog may take to clear once there is room for it
+    ttft_share: float = 0.5  # of the target for the first token: who waits longer in the queue calls for a replica
+    turn_s: float = 60.0  # where devices are short: who has none of those of its priority waits so long,
+    turn_min_s: float = 30.0  # and who got one serves with it for so long at least
+    starved_s: float = 300.0  # as turn_s, for who has none because of higher priorities
+    grace_s: float = 2.0  # without work for so long: others that have work go before
+    start_s_max: float = 120.0  # of a turn: how long a start may take before others go before
+
+
+def policy_of(settings: Settings) -> Policy:
+    """The policy as the settings have it."""
+    return Policy(
+        target_utilisation=settings.target_utilisation,
+        down_window_s=settings.scale_down_window_s,
+        turn_s=settings.turn_s,
+        turn_min_s=settings.turn_min_s,
+        starved_s=settings.starved_s,
+    )
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -69,9 +105,10 @@ class Decision(Struct, frozen=True, kw_only=True):
 
     model: str
     version: str
-    desired: int  # that claim
-    spares: int = 0  # that are loaded and claim nothing
+    desired: int  # replicas
     reasons: tuple[str, ...]
+    spares: int = 0  # workers that are loaded and claim nothing
+    signals: Signals = Signals()
 
 
 def decide(snapshot: Snapshot, now: float, policy: Policy | None = None) -> list[Decision]:
@@ -91,9 +128,78 @@ def decide(snapshot: Snapshot, now: float, policy: Policy | None = None) -> list
                 desired=desired,
                 reasons=tuple(reasons),
                 spares=min(facts.warm, max(0, facts.max_replicas - desired)) if facts.state == "available" else 0,
+                signals=signals(facts),
             )
         )
     return decisions
+
+
+def load(facts: VersionFacts, policy: Policy) -> tuple[float, str]:
+    """The slots that a version's work asks for at the target utilisation, and which signal says so.
+
+    Served work is what is in the batches, or rate x time in a slot (Little) where that is more: a rise shows in the rate
+    before it shows in the batches. What waits, and what will have come beyond the present capacity when a cold start is
+    over, has to clear within the TTFT target, or within a share of a cold start where that is longer: requests that wait
+    for a start are late whatever is started, and more replicas than that would be started for them alone.
+    """
+    if facts.lag is None:
+        return 0.0, "lag_unknown"
+    total = _work(facts)
+    waiting = min(total, facts.lag.pending + facts.stranded + facts.unbatched)
+    served, reason = float(total - waiting), "work"
+    backlog, service_s, slots = float(waiting), facts.service_s, slots_of(facts)
+    cold_start_s = policy.cold_start_s if facts.cold_start_s is None else facts.cold_start_s
+    at_once = 1.0  # requests that one slot takes before the backlog has to be clear
+    if service_s:
+        budget_s = max(facts.ttft_s or 0.0, policy.drain_share * cold_start_s)
+        at_once = max(1.0, budget_s / service_s)
+        if facts.rate is not None:
+            if facts.rate * service_s > served + waiting:
+                served, reason = facts.rate * service_s, "rate"
+            if any(replica.active for replica in facts.replicas):
+                capacity = (len(facts.replicas) + facts.spares) * slots / service_s
+                backlog += max(0.0, facts.rate - capacity) * cold_start_s
+    if backlog / at_once > served:
+        reason = "drain" if backlog > waiting else "work"
+    work = served + backlog / at_once
+    late = facts.lag.pending > 0 and facts.ttft_s is not None and facts.oldest_s > policy.ttft_share * facts.ttft_s
+    if late and slots and facts.replicas and all(replica.active for replica in facts.replicas):
+        one_more = (len(facts.replicas) + 1) * slots * policy.target_utilisation
+        if one_more > work:
+            return one_more, "ttft"
+    return work, reason
+
+
+def slots_of(facts: VersionFacts) -> float:
+    """Sequences in a replica's batch, on average; 0 while that is not known."""
+    known = [replica.slots for replica in facts.replicas if replica.active and replica.slots > 0]
+    return sum(known) / len(known) if known else float(facts.slots)
+
+
+def signals(facts: VersionFacts) -> Signals:
+    """What a decision rests on, for its record."""
+    slots = sum(replica.slots for replica in facts.replicas if replica.active)
+    claims = sum(replica.claims for replica in facts.replicas)
+    return Signals(
+        pending=facts.lag.pending if facts.lag else None,
+        claimed=facts.lag.claimed if facts.lag else None,
+        stranded=facts.stranded,
+        unbatched=facts.unbatched,
+        oldest_s=round(facts.oldest_s, 3),
+        rate=None if facts.rate is None else round(facts.rate, 3),
+        service_s=None if facts.service_s is None else round(facts.service_s, 3),
+        cold_start_s=None if facts.cold_start_s is None else round(facts.cold_start_s, 3),
+        saturation=round(claims / slots, 3) if slots else None,
+        slots=round(slots_of(facts)),
+        replicas=len(facts.replicas),
+        spares=facts.spares,
+    )
+
+
+def _work(facts: VersionFacts) -> int:
+    """Requests in the system. A lease may tell of claims that the last look at the queue does not."""
+    assert facts.lag is not None
+    return max(facts.lag.total, sum(replica.claims for replica in facts.replicas))
 
 
 def _desired(facts: VersionFacts, now: float, policy: Policy) -> tuple[int, list[str]]:
@@ -104,16 +210,18 @@ def _desired(facts: VersionFacts, now: float, policy: Policy) -> tuple[int, list
         return 0, [facts.state]
     if facts.lag is None:
         return current, ["lag_unknown"]
-    work = max(facts.lag.total, sum(replica.claims for replica in facts.replicas))
-    need, reasons = _need(facts, work, policy)
+    idle = _work(facts) == 0 and now - facts.busy_at >= facts.idle_seconds
+    work, reason = (0.0, "no_work") if idle else load(facts, policy)
+    need, reasons = _need(facts, work, reason, policy)
     wanted, bounds = _bounded(facts, need)
     reasons += bounds
     if wanted >= current:
         return wanted, reasons
-    if work == 0 and now - facts.busy_at >= facts.idle_seconds:
+    if idle:
         return wanted, [*reasons, "idle"]
-    recent = [sample.work for sample in facts.history if sample.at > now - policy.down_window_s]
-    lately = max((_bounded(facts, _need(facts, work, policy)[0])[0] for work in recent), default=wanted)
+    window_s = max(policy.down_window_s, facts.cold_start_s or 0.0)
+    recent = [sample.work for sample in facts.history if sample.at > now - window_s]
+    lately = _bounded(facts, _need(facts, max(recent), "", policy)[0])[0] if recent else wanted
     if lately > wanted:
         wanted = min(current, lately)
         reasons.append("stabilising")
@@ -122,25 +230,28 @@ def _desired(facts: VersionFacts, now: float, policy: Policy) -> tuple[int, list
     return wanted, reasons
 
 
-def _need(facts: VersionFacts, work: int, policy: Policy) -> tuple[int, list[str]]:
-    """Replicas that `work` asks for. Until one is loaded its slots are unknown: then one, or what is under way already.
+def _need(facts: VersionFacts, work: float, reason: str, policy: Policy) -> tuple[int, list[str]]:
+    """Replicas that `work` asks for. While none serves: one, or what is under way already, or what spares can take.
 
     So a backlog that builds up during a cold start does not call for more cold starts.
     """
-    if work == 0:
+    if work <= 0:
         return 0, ["no_work"]
-    slots = [replica.slots for replica in facts.replicas if replica.active and replica.slots > 0]
+    slots = slots_of(facts)
+    need = math.ceil(work / (slots * policy.target_utilisation) - ROUNDING) if slots else 1
+    if any(replica.active and replica.slots > 0 for replica in facts.replicas):
+        return max(1, need), [reason]
+    at_hand = min(need, len(facts.replicas) + facts.spares)
     if not facts.replicas:
-        return 1, ["first_message"]
-    if not slots:
-        return len(facts.replicas), ["cold_start"]
-    per_replica = sum(slots) / len(slots) * policy.target_utilisation
-    return math.ceil(work / per_replica), ["work"]
+        return max(1, at_hand), ["first_message"]
+    return max(len(facts.replicas), at_hand), ["cold_start"]
 
 
 def _bounded(facts: VersionFacts, need: int) -> tuple[int, list[str]]:
     if need > facts.max_replicas:
         return facts.max_replicas, ["max_replicas"]
-    if need < facts.min_replicas:
-        return min(facts.min_replicas, facts.max_replicas), ["min_replicas"]
+    least = max(facts.min_replicas, facts.scheduled_min)
+    if need < least:
+        reason = "schedule" if facts.scheduled_min > facts.min_replicas else "min_replicas"
+        return min(least, facts.max_replicas), [reason]
     return need, []

@@ -7,16 +7,17 @@ heard has not gone.
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable
 
-from controller.autoscaler import Lag, Sample, VersionFacts, remember
+from controller.autoscaler import Lag, VersionFacts, policy_of
 from controller.fleet import Member, SeenLease
-from shared import subjects
+from controller.history import VersionHistory
+from shared import schedules, subjects
 from shared.bus import Bus, Message
 from shared.errors import Internal, Unavailable
 from shared.keyvalue import Watch
-from shared.records import Lease, Version, VersionLimits, lease_at, version_at, version_key, worker_key
+from shared.records import EngineSettings, Lease, Version, VersionLimits, lease_at, version_at, version_key, worker_key
 from shared.settings import Settings
 from shared.wire import Malformed
 
@@ -44,7 +45,10 @@ class Observer:
         self.hinted_at = -HINT_S
         self._watches: list[Watch] = []
         self._busy_at: dict[VersionKey, float] = {}
-        self._history: dict[VersionKey, deque[Sample]] = {}
+        self._policy = policy_of(settings)
+        self._history: dict[VersionKey, VersionHistory] = {}
+        self._live: defaultdict[VersionKey, list[Lease]] = defaultdict(list)  # as of the last poll
+        self._starting: dict[str, float] = {}  # when a worker was first seen with its version, until it is loaded
         self._listened_at = self._heard_since = time.monotonic()
 
     async def start(self) -> None:
@@ -91,6 +95,7 @@ class Observer:
                 self.changed.set()
             return
         self._note_busy(lease, seen.lease if seen else None, now)
+        self._note_start(lease, seen.lease if seen else None, now)
         if seen is None or seen.lease.state != lease.state or seen.silent:
             self.changed.set()
         self.leases[worker] = SeenLease(
@@ -110,6 +115,24 @@ class Observer:
             ago_s = max(0.0, time.time() - max(lease.busy_at, lease.started))
             self._busy_at[name] = max(self._busy_at.get(name, now - ago_s), now - ago_s)
 
+    def _note_start(self, lease: Lease, before: Lease | None, now: float) -> None:
+        """Measure how long a worker took to load: as it was seen to, or else by the phases that it tells of."""
+        if lease.state == "starting":
+            if before is None or before.state != "starting":
+                born_s = lease.cold_start.get("process", 0.0) if before is None else 0.0  # else it was up, and warm
+                self._starting[lease.worker] = now - born_s
+            return
+        since = self._starting.pop(lease.worker, None)
+        if lease.state not in ("active", "loaded") or (before is not None and before.state in ("active", "loaded")):
+            return
+        phases = lease.cold_start
+        told_s = phases.get("load", 0.0) + max(phases.get("imports", 0.0), phases.get("fetch", 0.0))
+        cold_start_s = now - since if since is not None else phases.get("process", 0.0) + told_s
+        self._of(lease.model, lease.version).loaded(cold_start_s)
+
+    def _of(self, model: str, version: str) -> VersionHistory:
+        return self._history.setdefault((model, version), VersionHistory(self._policy, self._settings))
+
     def _on_wake(self, message: Message) -> None:
         try:
             name = subjects.version_of_wake(message.subject)
@@ -127,6 +150,9 @@ class Observer:
     async def poll(self, now: float) -> None:
         """Read the lag of every version that can have one, and see which leases have run out."""
         self._expire(now)
+        self._live.clear()
+        for lease in self.live_leases():
+            self._live[lease.model, lease.version].append(lease)
         names = [name for name, record in self.records.items() if record.state in ("available", "failed")]
         async with asyncio.TaskGroup() as tasks:
             for name in names:
@@ -134,10 +160,11 @@ class Observer:
         for known in (self.lag, self._busy_at, self._history, self.state_since):
             for name in [name for name in known if name not in self.records and name not in self.removed]:
                 del known[name]
+        self._starting = {worker: since for worker, since in self._starting.items() if worker in self.leases}
 
     async def _poll_lag(self, name: VersionKey, now: float) -> None:
         self.without_consumer.discard(name)
-        lag = None
+        info = None
         if self._bus.connected:
             consumer = subjects.consumer(subjects.LANE_FAST, subjects.requests_of_lane(*name, subjects.LANE_FAST))
             try:
@@ -148,16 +175,13 @@ class Observer:
             else:
                 if info is None:
                     self.without_consumer.add(name)
-                else:
-                    lag = Lag(pending=info.num_pending, claimed=info.num_ack_pending)
-        if lag is None:
+        if info is None:
             self.lag.pop(name, None)
             return
-        self.lag[name] = lag
+        self.lag[name] = lag = Lag(pending=info.num_pending, claimed=info.num_ack_pending)
         if lag.total:
             self._busy_at[name] = now
-        history = self._history.setdefault(name, deque())
-        remember(history, Sample(now, lag.total), self._settings.scale_down_window_s)
+        self._of(*name).read(now, info, self._live.get(name, ()))
 
     def _expire(self, now: float) -> None:
         """Mark what has not been heard for a TTL of listening. Time in which we could not hear does not count."""
@@ -188,10 +212,15 @@ class Observer:
         return self.leases.pop(worker, None)
 
     def facts(self, name: VersionKey, members: Iterable[Member], replicas_max: int, now: float) -> VersionFacts:
-        """What decide() is to know of a version; `replicas_max` where its record sets no limit."""
+        """What `decide` needs to know of one version; its load is remembered as of `now`."""
         record = self.records.get(name)
         limits = record.limits if record else VersionLimits()
-        return VersionFacts(
+        engine = record.engine if record else EngineSettings()
+        history = self._of(*name)
+        soon_s = history.cold_start_s or self._policy.cold_start_s  # what is to serve then has to be started now
+        clock = time.time()
+        present = [member for member in members if member.is_replica]
+        known = VersionFacts(
             model=name[0],
             version=name[1],
             state=record.state if record else "deleted",
@@ -200,7 +229,11 @@ class Observer:
             idle_seconds=self._settings.idle_seconds if limits.idle_seconds is None else limits.idle_seconds,
             lag=self.lag.get(name),
             busy_at=self._busy_at.setdefault(name, now),
-            history=tuple(self._history.get(name, ())),
+            replicas=tuple(member.as_replica() for member in present if member.claim),
+            spares=sum(member.state == "loaded" and not member.claim for member in present),
+            scheduled_min=max(schedules.min_replicas(limits.schedule, at) for at in (clock, clock + soon_s)),
             warm=limits.warm,
-            replicas=tuple(member.as_replica() for member in members if member.is_replica and member.claim),
+            ttft_s=engine.ttft_ms_target / 1e3 if engine.ttft_ms_target is not None else None,
+            slots=engine.slots or 0,
         )
+        return history.complete(known, self._live.get(name, ()), now)

@@ -7,7 +7,6 @@ first and the record comes last, so that a record always has its files. The cont
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from controller import packing
 from controller.packing import OnProgress
 from shared import manifests, records, subjects
 from shared.bus import Bus
+from shared.config import check_limits
 from shared.errors import BadRequest, Conflict, Internal, ModelNotFound, Unavailable, VersionFailed, VersionNotFound
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, Record, Route, Version, VersionLimits, Weight
@@ -90,16 +90,6 @@ def check_names(model: str, version: str) -> None:
         _check_name(param, name)
     if version in RESERVED_ALIASES:
         raise BadRequest(f"{version} is the name of an alias and cannot be a version", param="version")
-
-
-def check_limits(limits: VersionLimits) -> None:
-    """Raises BadRequest for limits that contradict each other, or that cannot be stored."""
-    if limits.max_replicas is not None and limits.min_replicas > limits.max_replicas:
-        raise BadRequest(
-            f"min_replicas {limits.min_replicas} is over max_replicas {limits.max_replicas}", param="limits"
-        )
-    if limits.idle_seconds is not None and not 0 <= limits.idle_seconds < math.inf:
-        raise BadRequest(f"idle_seconds must be a number of seconds, not {limits.idle_seconds}", param="limits")
 
 
 def check_same(existing: Version, pushed: Version) -> None:

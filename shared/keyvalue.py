@@ -81,6 +81,18 @@ class KeyValue(Streams):
         await watch.close()
         return sorted(found)
 
+    async def kv_history(self, bucket: str, key: str) -> list[bytes]:
+        """The values of a key that the bucket still has, the newest last; none from before its last deletion."""
+        values: list[bytes] = []
+        sequence = 1
+        while found := await self.next_message(f"KV_{bucket}", f"$KV.{bucket}.{key}", sequence):
+            if OPERATION in found.headers:
+                values.clear()
+            else:
+                values.append(found.data)
+            sequence = found.seq + 1
+        return values
+
     async def _kv_write(self, bucket: str, key: str, value: bytes, headers: dict[str, str]) -> int:
         bus: Any = self
         subject = f"$KV.{bucket}.{key}"

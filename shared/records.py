@@ -1,4 +1,5 @@
-"""What the KV buckets hold. One writer each: the registry (models, routes), a worker (its lease); ingresses (idempotency)."""
+"""What the KV buckets hold. One writer each: the registry (models, routes), a worker (its lease), the controller
+(decisions); ingresses (idempotency)."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
@@ -13,13 +14,19 @@ from shared.wire import Logprob, Request, Usage, WireError
 SLOTS_MAX = 65_536
 BLOCKS_MAX = 1 << 22  # 64 Mi tokens
 
+WINDOWS_MAX = 64  # of a version's schedule
+
+Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+TimeOfDay = Annotated[str, Meta(pattern="^([01][0-9]|2[0-3]):[0-5][0-9]$")]  # HH:MM
+
 Record = TypeVar("Record")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
     """How a version is served; `--set NAME=VALUE` of `headrace models push`."""
 
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: Annotated[int, Meta(ge=1)] | None = None  # tokens; None: the model's own
     slots: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] | None = None  # sequences in a batch; None: from memory
     kv_blocks: Annotated[int, Meta(ge=1, le=BLOCKS_MAX)] | None = None  # blocks of 16 tokens; None: from memory
@@ -29,12 +36,21 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     slots_reserved_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.1  # and of KV blocks: out of any one tenant's reach
     prefix_cache: Literal["tenant", "shared", "off"] = "tenant"  # shared by all: what others ask can be timed
     speculation: Literal["ngram", "off"] = "ngram"  # on a CPU: drafts from the text itself, verified several at a step
-    engine: str = "headrace"  # headrace | vllm: another engine behind the same protocol, an optional extra
-    tensor_parallel: int = 1  # GPUs that share the model; more than one with engine=vllm only
-    kv_dtype: str = "auto"  # of keys and values: auto (the model's) | int8 | fp8 (on a GPU)
-    weights: str = "auto"  # auto (in the model's type) | int8 (on a CPU, by our own kernels)
-    kernels: str = "auto"  # on a CPU: auto (our own where they fit) | torch
-    attention: str = "auto"  # on a GPU: auto | triton | varlen | torch
+    engine: Literal["headrace", "vllm"] = "headrace"  # vllm: another engine behind the same protocol, an optional extra
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1  # GPUs that share the model; more than one with engine=vllm only
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of keys and values: the model's, or fewer bits on a GPU
+    weights: Literal["auto", "int8"] = "auto"  # in the model's type, or int8 on a CPU by our own kernels
+    kernels: Literal["auto", "torch"] = "auto"  # on a CPU: our own where they fit, or torch's
+    attention: Literal["auto", "triton", "varlen", "torch"] = "auto"  # on a GPU
+
+
+class Window(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
+    """A time of the week, in UTC, with more workers than otherwise. One that ends before it begins ends on the next day."""
+
+    days: tuple[Day, ...] = DAYS  # on which it begins
+    from_: TimeOfDay = msgspec.field(name="from")
+    to: TimeOfDay
+    min_replicas: Annotated[int, Meta(ge=0)]
 
 
 class VersionLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +61,7 @@ class VersionLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     warm: Annotated[int, Meta(ge=0)] = 0  # workers that are loaded and claim nothing until they are needed
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # where devices are short, the higher goes first
     idle_seconds: Annotated[float, Meta(ge=0)] | None = None  # None: the controller's setting
+    schedule: Annotated[tuple[Window, ...], Meta(max_length=WINDOWS_MAX)] = ()
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -97,6 +114,37 @@ class Lease(msgspec.Struct, kw_only=True):
     blocks_total: int = 0
     busy_at: float = 0.0  # unix seconds when it last held a claim
     cold_start: dict[str, float] = {}  # seconds by phase: process, imports, fetch, load, first_token
+    config: str = ""  # the digest of the engine settings that it was loaded with
+
+
+class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a scaling decision rests on. None: not known."""
+
+    pending: int | None = None  # messages that no worker has
+    claimed: int | None = None  # that a worker has, and has not acked
+    stranded: int = 0  # of the claimed, those that no live worker tells of
+    unbatched: int = 0  # of the claimed, those that wait in a worker for its batch
+    oldest_s: float = 0.0  # how long the oldest pending message has waited
+    rate: float | None = None  # requests that come in a second
+    service_s: float | None = None  # that a request holds a slot
+    cold_start_s: float | None = None  # of a worker of this version, as measured
+    saturation: float | None = None  # claims by slots of the active workers
+    slots: int = 0  # of a worker
+    replicas: int = 0  # there are, starting or active
+    spares: int = 0  # there are
+
+
+class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A change of what a version should have, in the history of the bucket `decisions` under key(model, version)."""
+
+    at: float  # unix seconds
+    model: str
+    version: str
+    before: int  # replicas that were desired until then
+    desired: int
+    spares: int = 0
+    reasons: list[str]  # the last one decided
+    signals: Signals = Signals()
 
 
 class Leader(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,11 +204,12 @@ decode_key_record = _decoder(msgspec.msgpack.Decoder(KeyRecord).decode, "the rec
 decode_version = _decoder(msgspec.json.Decoder(Version).decode, "the record of a version")
 decode_route = _decoder(msgspec.json.Decoder(Route).decode, "the route of a model")
 decode_leader = _decoder(msgspec.json.Decoder(Leader).decode, "the record of the leader")
+decode_decision = _decoder(msgspec.json.Decoder(ScalingDecision).decode, "a scaling decision")
 decode_lease = _decoder(msgspec.json.Decoder(Lease).decode, "the lease of a worker")
 
 
 def version_key(key: str) -> tuple[str, str]:
-    """Model and version of a key in the bucket `models`. Raises Internal."""
+    """Model and version of a key in the buckets `models` and `decisions`. Raises Internal."""
     model, version = _names(key, 2)
     return model, version
 
@@ -178,6 +227,13 @@ def worker_key(key: str) -> str:
 def version_at(key: str, raw: bytes) -> Version:
     """What is stored under `key` in the bucket `models`. Raises Internal, also when it is not of that key."""
     record = decode_version(raw)
+    _belongs((record.model, record.version) == version_key(key), key)
+    return record
+
+
+def decision_at(key: str, raw: bytes) -> ScalingDecision:
+    """What is stored under `key` in the bucket `decisions`. Raises Internal, also when it is not of that key."""
+    record = decode_decision(raw)
     _belongs((record.model, record.version) == version_key(key), key)
     return record
 

@@ -107,6 +107,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start_backoff_max_s: float = 30.0
     target_utilisation: float = 0.7  # of the slots
     scale_down_window_s: float = 30.0  # fewer replicas only when the need was lower for this long
+    turn_s: float = 60.0  # where devices are short: a version that has work and no device waits so long for a turn,
+    turn_min_s: float = 30.0  # serves so long at least once it has one,
+    starved_s: float = 300.0  # and waits so long where those before it have a higher priority
     purge_after_s: float = 10.0  # after a version failed or retired: its requesters have ended what was parked
     worker_logs_max: int = 100
     controller_metrics_port: int = 0  # 0: a free one, named in the log

@@ -19,6 +19,8 @@ NO_ROOM = {10023, 10047}  # memory and storage that the server has to give
 STREAM_BYTES_MIN = 1 << 20
 SMALLER = 8  # what does not fit is made so many times smaller, so that the streams after it find room as well
 READS = ("STREAM.MSG.GET.", "STREAM.INFO.", "CONSUMER.INFO.")
+DECISIONS_KEPT, DECISIONS_KEPT_S = 64, 30 * 24 * 3600.0  # of each version
+DECISIONS_BYTES_MAX = 64 << 20
 CALL_S, READ_TRY_S, RETRY_S = 5.0, 1.5, 0.1
 SECOND = 1_000_000_000  # JetStream counts time in nanoseconds
 
@@ -31,10 +33,15 @@ class ApiError(Unavailable):
         self.err_code = err_code
 
 
+class Delivered(msgspec.Struct):
+    consumer_seq: int = 0  # deliveries since the consumer was made, of the same message again too
+
+
 class ConsumerInfo(msgspec.Struct):
     num_pending: int = 0  # stored, not delivered yet
     num_ack_pending: int = 0  # delivered, not acked yet
     num_waiting: int = 0  # open pulls
+    delivered: Delivered = msgspec.field(default_factory=Delivered)
 
 
 class StreamState(msgspec.Struct):
@@ -142,9 +149,14 @@ class Streams:
             subjects.MODELS_BUCKET: 0.0,
             subjects.ROUTES_BUCKET: 0.0,
             subjects.WORKERS_BUCKET: settings.lease_ttl_s,
+            subjects.DECISIONS_BUCKET: DECISIONS_KEPT_S,
             subjects.INGRESSES_BUCKET: settings.lease_ttl_s,
             subjects.LEADER_BUCKET: settings.leader_ttl_s,
             subjects.IDEMPOTENCY_BUCKET: settings.idempotency_kept_s,
+        }
+        bytes_max = {
+            subjects.IDEMPOTENCY_BUCKET: settings.idempotency_bytes_max,
+            subjects.DECISIONS_BUCKET: DECISIONS_BYTES_MAX,
         }
         for bucket, ttl_s in buckets.items():
             await self._ensure_stream(
@@ -152,9 +164,9 @@ class Streams:
                     "name": f"KV_{bucket}",
                     "subjects": [f"$KV.{bucket}.>"],
                     "storage": "file",
-                    "max_msgs_per_subject": 1,
+                    "max_msgs_per_subject": DECISIONS_KEPT if bucket == subjects.DECISIONS_BUCKET else 1,
                     "max_age": int(ttl_s * SECOND),
-                    "max_bytes": settings.idempotency_bytes_max if bucket == subjects.IDEMPOTENCY_BUCKET else -1,
+                    "max_bytes": bytes_max.get(bucket, -1),
                     "discard": "new",
                     "allow_rollup_hdrs": True,
                     "allow_direct": True,

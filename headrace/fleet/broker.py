@@ -6,7 +6,7 @@ from typing import Protocol
 
 from headrace.fleet.clock import Clock
 from headrace.fleet.workload import Request
-from shared.streams import ConsumerInfo
+from shared.streams import ConsumerInfo, Delivered
 
 
 class Puller(Protocol):
@@ -35,6 +35,7 @@ class Broker:
         self._waiting: deque[Request] = deque()
         self._returned: deque[Request] = deque()
         self.claimed = 0  # delivered and not acknowledged
+        self.delivered = 0  # so far
         self.paused = False
 
     @property
@@ -44,7 +45,12 @@ class Broker:
     def info(self) -> ConsumerInfo:
         """What the server says of the consumer."""
         open_pulls = sum(pull.puller.listens and pull.left > 0 for pull in self._pulls)
-        return ConsumerInfo(num_pending=self.pending, num_ack_pending=self.claimed, num_waiting=open_pulls)
+        return ConsumerInfo(
+            num_pending=self.pending,
+            num_ack_pending=self.claimed,
+            num_waiting=open_pulls,
+            delivered=Delivered(self.delivered),
+        )
 
     def publish(self, request: Request) -> None:
         self._waiting.append(request)
@@ -88,6 +94,7 @@ class Broker:
             if pull.left:
                 pulls.append(pull)
             self.claimed += 1
+            self.delivered += 1
             pull.puller.message(request)
 
     def _expire(self, pull: _Pull) -> None:

@@ -59,6 +59,7 @@ class Result(Struct, frozen=True, kw_only=True):
     holds: bool  # both 99th percentiles are within the SLA, and nothing was refused or left over
     attainment: float  # the share of requests that met both targets
     goodput: float  # of these, a second
+    late: int  # requests whose first token came after the target, or never came
     tokens_per_s: float
     ttft_ms: Spread
     tpot_ms: Spread
@@ -186,6 +187,7 @@ def summarise(
         ),
         attainment=_rounded(good / max(1, records.requests - records.cancels)),
         goodput=_rounded(good / seconds),
+        late=records.requests - records.cancels - int((ttft <= sla.ttft_ms).sum()),
         tokens_per_s=_rounded(tokens / seconds),
         ttft_ms=spreads[0],
         tpot_ms=spreads[1],

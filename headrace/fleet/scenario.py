@@ -82,9 +82,12 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """gpu_loss: `count` workers end. slow_gpu: theirs take `times` as long. The other two: nothing is decided, or delivered."""
+    """gpu_loss: `count` workers end. dead_worker: and nobody asks for their messages, which come back after `seconds`.
+    slow_gpu: theirs take `times` as long. dead_controller, broker_pause: nothing is decided, or delivered. dead_metrics:
+    the controller does not know what is in the queue.
+    """
 
-    kind: Literal["gpu_loss", "slow_gpu", "dead_controller", "broker_pause"]
+    kind: Literal["gpu_loss", "dead_worker", "slow_gpu", "dead_controller", "dead_metrics", "broker_pause"]
     at_s: float
     seconds: Positive = 1e9
     count: Count = 0

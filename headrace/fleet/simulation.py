@@ -8,7 +8,7 @@ from itertools import islice
 from headrace.fleet import profiles
 from headrace.fleet.broker import Broker
 from headrace.fleet.clock import Clock
-from headrace.fleet.control import Control
+from headrace.fleet.control import Control, Decide
 from headrace.fleet.report import Records, Result, Sample, summarise
 from headrace.fleet.scenario import Fault, Scenario
 from headrace.fleet.worker import Fleet, Worker
@@ -30,8 +30,8 @@ OnProgress = Callable[[float], None]  # the share of the virtual time that is ov
 class Simulation:
     """One run of a scenario. `skips`: runs of equal decode steps are taken at once; the result is the same without."""
 
-    def __init__(self, scenario: Scenario, skips: bool = True) -> None:
-        """Raises BadRequest."""
+    def __init__(self, scenario: Scenario, skips: bool = True, decide: Decide | None = None) -> None:
+        """`decide`: another autoscaler, to compare the production's with. Raises BadRequest."""
         self.scenario = scenario
         self._clock = Clock()
         self._broker = Broker(self._clock)
@@ -69,6 +69,7 @@ class Simulation:
         self._worker_hours_s = 0.0
         self._open = 0  # requests that will still end
         self.workers: dict[str, Worker] = {}
+        self._decide = decide
         self._control: Control | None = None
 
     def run(self, on_progress: OnProgress = lambda share: None) -> Result:
@@ -78,7 +79,7 @@ class Simulation:
             self.start_worker(warm=True)
         if fleet.autoscale:
             self._control = Control(
-                clock, self._broker, self, self.scenario.settings, fleet.min_workers, fleet.max_workers
+                clock, self._broker, self, self.scenario, fleet.min_workers, fleet.max_workers, self._decide
             )
         for source in self._sources:
             self._next(source.open())
@@ -188,23 +189,20 @@ class Simulation:
         if fault.kind == "broker_pause":
             self._broker.paused = True
             self._clock.at(later, lambda _: self._broker.resume())
-        elif fault.kind == "dead_controller":
+        elif fault.kind in ("dead_controller", "dead_metrics"):
             if self._control is not None:
-                self._control.dead = True
-                self._clock.at(later, self._revive)
+                self._control.suffer(fault.kind, later)
         else:
             present = [each for each in self.workers.values() if each.state == "active"]
             count = round(fault.share * len(present)) if fault.share else fault.count
             for worker in self._dice.sample(present, min(count, len(present))):
                 if fault.kind == "gpu_loss":
-                    worker.lose()
+                    worker.lose(self.scenario.settings.silence_s)
+                elif fault.kind == "dead_worker":
+                    worker.lose(fault.seconds)
                 else:
                     worker.slow(fault.times)
                     self._clock.at(later, _recover, worker)
-
-    def _revive(self, _: object) -> None:
-        assert self._control is not None
-        self._control.dead = False
 
     # -- what is seen ------------------------------------------------------------------------------------------------
 

@@ -101,6 +101,11 @@ class Worker:
     def claims(self) -> int:
         return len(self._held)
 
+    @property
+    def unbatched(self) -> int:
+        """Claims that wait for the batch, as its lease says."""
+        return self._scheduler.ledger.waiting if self.slots else 0
+
     # -- its life ----------------------------------------------------------------------------------------------------
 
     def begin(self, _: object = None) -> None:
@@ -137,12 +142,12 @@ class Worker:
         self.slowdown = times
         self._cut_short()
 
-    def lose(self) -> None:
-        """Its device is gone. Requesters hear nothing for a while, ask, and hand its messages back."""
+    def lose(self, held_s: float) -> None:
+        """Its device is gone. Its messages come back after `held_s`: requesters hear nothing, ask, and hand them back."""
         if self.state in ("gone", "lost"):
             return
         for request in self._leave_all():
-            self._clock.at(self._clock.now + self._fleet.settings.silence_s, self._give_back, request)
+            self._clock.at(self._clock.now + held_s, self._give_back, request)
         self._end("lost")
 
     def _drain_is_over(self, _: object) -> None:

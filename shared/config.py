@@ -1,0 +1,86 @@
+"""What of a version can be changed while it is served: its limits and its engine settings. Validated, compare-and-set."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from shared import records, subjects
+from shared.bus import Bus
+from shared.errors import BadRequest, Unavailable, VersionNotFound
+from shared.records import EngineSettings, Version, VersionLimits
+
+WRITE_TRIES_MAX = 10
+
+T = TypeVar("T", VersionLimits, EngineSettings)
+
+
+async def set_config(
+    bus: Bus, model: str, version: str, limits_changes: Mapping[str, Any], engine_changes: Mapping[str, Any]
+) -> Version:
+    """Change limits and engine settings of a version; its record afterwards. None as a value: back to the default.
+
+    Limits hold from the next tick on. Engine settings are of workers that start later; the controller replaces the ones
+    that run with others. A failed version whose engine settings change gets another try.
+
+    Raises BadRequest for what is no setting, or has no such value, and VersionNotFound.
+    """
+    key = subjects.key(model, version)
+    for _ in range(WRITE_TRIES_MAX):
+        found = await bus.kv_get(subjects.MODELS_BUCKET, key)
+        if found is None:
+            raise VersionNotFound(f"there is no {model}@{version}", param="version")
+        before = records.decode_version(found[0])
+        after = changed(before, limits_changes, engine_changes)
+        if after == before:
+            return before
+        if await bus.kv_update(subjects.MODELS_BUCKET, key, records.encode(after), found[1]) is not None:
+            return after
+    raise Unavailable(f"the record of {model}@{version} changed with every try to write it")
+
+
+def changed(record: Version, limits_changes: Mapping[str, Any], engine_changes: Mapping[str, Any]) -> Version:
+    """The record with the changes. Raises BadRequest."""
+    limits = _merged(record.limits, limits_changes, "limits")
+    check_limits(limits)
+    after = replace(record, limits=limits, engine=_merged(record.engine, engine_changes, "engine"))
+    if after.state == "failed" and after.engine != record.engine:
+        after = replace(after, state="registered", reason="")
+    return after
+
+
+def check_limits(limits: VersionLimits) -> None:
+    """Raises BadRequest for limits that contradict each other, or that cannot be stored."""
+    most = limits.max_replicas
+    if most is not None and limits.min_replicas > most:
+        raise BadRequest(f"min_replicas {limits.min_replicas} is over max_replicas {most}", param="limits")
+    if limits.idle_seconds is not None and not 0 <= limits.idle_seconds < float("inf"):
+        raise BadRequest(f"idle_seconds must be a number of seconds, not {limits.idle_seconds}", param="limits")
+    for window in limits.schedule:
+        name = f"the window from {window.from_} to {window.to}"
+        if not window.days:
+            raise BadRequest(f"{name} has no days", param="limits")
+        if most is not None and window.min_replicas > most:
+            raise BadRequest(f"{name} asks for {window.min_replicas}, over max_replicas {most}", param="limits")
+
+
+def engine_digest(engine: EngineSettings) -> str:
+    """Of engine settings, 16 hex digits: a worker says in its lease with which it was loaded."""
+    return hashlib.blake2b(msgspec.json.encode(engine, order="sorted"), digest_size=8).hexdigest()
+
+
+def _merged(present: T, changes: Mapping[str, Any], param: str) -> T:
+    kind = type(present)
+    values = msgspec.to_builtins(present)
+    for name, value in changes.items():
+        if name not in kind.__struct_fields__:
+            raise BadRequest(f"no setting {name!r}: there are {', '.join(kind.__struct_fields__)}", param=param)
+        values.pop(name, None)
+        if value is not None:
+            values[name] = value
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{param}: {error}", param=param) from error
