@@ -59,6 +59,7 @@ class VersionFacts(Struct, frozen=True, kw_only=True):
     replicas: tuple[Replica, ...] = ()
     busy_at: float  # when a pending message or a claim was last seen, or a replica was started
     history: tuple[Sample, ...] = ()
+    known_since: float = -math.inf  # since when the lag has been known without a gap
     scheduled_min: int = 0  # replicas that a window of the schedule asks for now
     warm: int = 0  # loaded spares that are wanted
     spares: int = 0  # that are there
@@ -222,6 +223,8 @@ def _desired(facts: VersionFacts, now: float, policy: Policy) -> tuple[int, list
     window_s = max(policy.down_window_s, facts.cold_start_s or 0.0)
     recent = [sample.work for sample in facts.history if sample.at > now - window_s]
     lately = _bounded(facts, _need(facts, max(recent), "", policy)[0])[0] if recent else wanted
+    if now - facts.known_since < window_s:  # what was needed before is not known
+        lately = max(lately, _bounded(facts, current)[0])
     if lately > wanted:
         wanted = min(current, lately)
         reasons.append("stabilising")

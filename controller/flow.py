@@ -35,6 +35,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 class _Point(Struct, frozen=True):
     at: float
     arrived: int
+    delivered: int
     ended: int
     held_s: float  # slot-seconds since the first reading
 
@@ -60,23 +61,25 @@ class Flow:
             points.clear()
             self._waits.clear()
         served = reading.claimed - self.stranded
-        before = points[-1] if points else _Point(reading.at, 0, 0, 0.0)
+        before = points[-1] if points else _Point(reading.at, 0, 0, 0, 0.0)
         held_s = before.held_s + (reading.at - before.at) * (served + self._served) / 2
         self._served = served
         if len(points) > 1 and before.at - points[-2].at < SPACING_S:
             points.pop()
-        points.append(_Point(reading.at, reading.arrived, reading.delivered - reading.claimed, held_s))
+        ended = reading.delivered - reading.claimed
+        points.append(_Point(reading.at, reading.arrived, reading.delivered, ended, held_s))
         while reading.at - points[0].at > SERVICE_S:
             points.popleft()
         self._take_service()
         self._read_waits(reading)
 
     def _take_service(self) -> None:
-        """Little's law: the slot-seconds of what was in service over what has ended."""
+        """Little's law: the slot-seconds of what was in service over what went through it."""
         first, last = self._points[0], self._points[-1]
-        ended, held_s = last.ended - first.ended, last.held_s - first.held_s
+        began, ended = last.delivered - first.delivered, last.ended - first.ended
+        held_s = last.held_s - first.held_s
         if ended >= COMPLETIONS_MIN and held_s > 0:
-            self.service_s = held_s / ended
+            self.service_s = held_s / ((began + ended) / 2)  # in a rise few have ended of the many that are held
 
     def _read_waits(self, reading: Reading) -> None:
         waits, since = self._waits, reading.at

@@ -26,6 +26,7 @@ class VersionHistory:
         self._loads: deque[Sample] = deque()
         self._cold_starts: deque[float] = deque(maxlen=COLD_STARTS_KEPT)
         self._slots = 0
+        self._known_since: float | None = None
 
     @property
     def cold_start_s(self) -> float | None:
@@ -58,9 +59,13 @@ class VersionHistory:
             slots=self._slots or facts.slots,
             cold_start_s=self.cold_start_s,
         )
-        if facts.lag is not None:
+        if facts.lag is None:
+            self._known_since = None
+        else:
+            self._known_since = now if self._known_since is None else self._known_since
             known = replace(
                 known,
+                known_since=self._known_since,
                 stranded=self._flow.stranded,
                 oldest_s=self._flow.oldest_s(now),
                 rate=self._flow.rate(),

@@ -33,6 +33,13 @@ class _Present(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         desired = GaugeMetricFamily("headrace_replicas_desired", "Replicas that a version should have", labels=LABELS)
+        spares = GaugeMetricFamily("headrace_spares_desired", "Loaded spares that a version should have", labels=LABELS)
+        rate = GaugeMetricFamily(
+            "headrace_arrivals_per_second", "Requests that come; absent while not known", labels=LABELS
+        )
+        oldest = GaugeMetricFamily(
+            "headrace_oldest_pending_seconds", "How long the oldest request that no worker has waits", labels=LABELS
+        )
         replicas = GaugeMetricFamily("headrace_replicas", "Workers by state", labels=(*LABELS, "state"))
         lag = GaugeMetricFamily(
             "headrace_lag_messages", "Requests in the queue; absent while not known", labels=(*LABELS, "kind")
@@ -40,12 +47,17 @@ class _Present(Collector):
         for view in self.views:
             name = (view.decision.model, view.decision.version)
             desired.add_metric(name, view.decision.desired)
+            spares.add_metric(name, view.decision.spares)
+            signals = view.decision.signals
+            if signals.rate is not None:
+                rate.add_metric(name, signals.rate)
             for state in ("starting", "active", "draining", "failed", "lost"):
                 replicas.add_metric((*name, state), sum(member.state == state for member in view.members))
             if view.lag is not None:
                 lag.add_metric((*name, "pending"), view.lag.pending)
                 lag.add_metric((*name, "claimed"), view.lag.claimed)
-        yield from (desired, replicas, lag)
+                oldest.add_metric(name, signals.oldest_s)
+        yield from (desired, spares, replicas, lag, rate, oldest)
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""`headrace models`: push, list, show, alias."""
+"""`headrace models`: push, list, show, alias, set, decisions."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,9 +7,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import typer
 
+from headrace import tuning
 from headrace.globals import Globals
 
 app = typer.Typer(help="Register and look at models.", no_args_is_help=True)
+app.command("set")(tuning.set_)
+app.command()(tuning.decisions)
 
 AVAILABLE_BUDGET_S = 60.0
 
@@ -38,7 +41,7 @@ def push(
     from shared.records import EngineSettings, VersionLimits
 
     try:
-        engine = msgspec.convert(_pairs(set_ or []), EngineSettings, strict=False)
+        engine = msgspec.convert(dict(tuning.pair(each) for each in set_ or []), EngineSettings, strict=False)
     except msgspec.ValidationError as error:
         names = ", ".join(EngineSettings.__struct_fields__)
         raise typer.BadParameter(f"{error}; the settings are {names}", param_hint="--set") from error
@@ -99,6 +102,8 @@ def _show(context: typer.Context, model: str | None, as_json: bool) -> None:
         print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
     else:
         Console().print(models_table([model_status(version, routes.get(version.model)) for version in versions]))
+        for line in [line for version in versions if model is not None for line in tuning.config_lines(version)]:
+            print(line)
 
 
 def _with_bus(context: typer.Context, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
@@ -117,13 +122,3 @@ def _with_bus(context: typer.Context, work: Callable[[Any], Coroutine[Any, Any, 
 def _globals(context: typer.Context) -> Globals:
     found: Globals = context.obj
     return found
-
-
-def _pairs(settings: list[str]) -> dict[str, str]:
-    pairs = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals or not name:
-            raise typer.BadParameter(f"{setting!r} is not NAME=VALUE", param_hint="--set")
-        pairs[name] = value
-    return pairs

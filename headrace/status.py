@@ -1,6 +1,7 @@
 """`headrace status`: what runs, what waits, what is registered. Read from NATS, so it needs no ingress."""
 
 import asyncio
+import time
 
 import msgspec
 from rich.console import Console
@@ -12,7 +13,7 @@ from headrace.stack import state
 from headrace.stack.state import ProcessState
 from shared import records, subjects
 from shared.bus import Bus
-from shared.records import Route, Version
+from shared.records import Route, Signals, Version
 from shared.settings import Settings
 
 REASON_CHARACTERS_MAX = 100
@@ -48,6 +49,18 @@ class WorkerStatus(msgspec.Struct):
     reason: str
 
 
+class ScalingStatus(msgspec.Struct):
+    """The last decision on a version's workers."""
+
+    model: str
+    version: str
+    at: float  # unix seconds
+    desired: int
+    spares: int
+    reasons: list[str]
+    signals: Signals
+
+
 class Status(msgspec.Struct):
     """What `headrace status --json` prints."""
 
@@ -56,6 +69,7 @@ class Status(msgspec.Struct):
     queue: QueueStatus
     models: list[ModelStatus]
     workers: list[WorkerStatus]
+    scaling: list[ScalingStatus]
     processes: dict[str, ProcessState]  # of the local stack
 
 
@@ -65,6 +79,7 @@ async def collect(settings: Settings, stack: state.StackState | None) -> Status:
     try:
         versions, routes = await asyncio.gather(registry.list_versions(bus), registry.list_routes(bus))
         leases = await registry.read_bucket(bus, subjects.WORKERS_BUCKET, records.lease_at)
+        decisions = await registry.read_bucket(bus, subjects.DECISIONS_BUCKET, records.decision_at)
         queue = await _queue(bus, versions)
     finally:
         await bus.close()
@@ -89,6 +104,18 @@ async def collect(settings: Settings, stack: state.StackState | None) -> Status:
                 reason=lease.reason,
             )
             for lease in sorted(leases, key=lambda lease: lease.started)
+        ],
+        scaling=[
+            ScalingStatus(
+                model=decision.model,
+                version=decision.version,
+                at=decision.at,
+                desired=decision.desired,
+                spares=decision.spares,
+                reasons=decision.reasons,
+                signals=decision.signals,
+            )
+            for decision in sorted(decisions, key=lambda decision: (decision.model, decision.version))
         ],
         processes=dict(stack.processes) if stack else {},
     )
@@ -135,6 +162,17 @@ def show(context: Globals, as_json: bool) -> None:
         console.print(table)
     else:
         console.print("no worker: the next request starts one")
+    if status.scaling:
+        console.print(scaling_table(status.scaling))
+
+
+def scaling_table(decisions: list[ScalingStatus]) -> Table:
+    table = Table("model", "wanted", "spares", "because", "since", box=None)
+    for each in decisions:
+        since = time.strftime("%H:%M:%S", time.localtime(each.at))
+        name = f"{each.model}@{each.version}"
+        table.add_row(name, str(each.desired), str(each.spares), ", ".join(each.reasons), since)
+    return table
 
 
 def models_table(models: list[ModelStatus]) -> Table:

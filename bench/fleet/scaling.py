@@ -11,9 +11,6 @@ import argparse
 import math
 from collections import deque
 
-from rich.console import Console
-from rich.table import Table
-
 from controller.autoscaler import Decision, Policy, Snapshot
 from headrace.fleet.control import Decide
 from headrace.fleet.report import Result
@@ -31,6 +28,7 @@ class Threshold:
     def __init__(self, threshold: float, counts_claimed: bool, cool_down_s: float) -> None:
         self._threshold, self._counts_claimed, self._cool_down_s = threshold, counts_claimed, cool_down_s
         self._asked: deque[tuple[float, int]] = deque()
+        self._since: float | None = None
 
     def decide(self, snapshot: Snapshot, now: float, policy: Policy) -> list[Decision]:
         (facts,) = snapshot.versions
@@ -42,7 +40,9 @@ class Threshold:
             while self._asked and self._asked[0][0] <= now - self._cool_down_s:
                 self._asked.popleft()
             self._asked.append((now, needed))
-            desired = max(needed, min(current, max(count for _, count in self._asked)))
+            self._since = now if self._since is None else self._since
+            lately = max(count for _, count in self._asked) if now - self._since >= self._cool_down_s else current
+            desired = max(needed, min(current, lately))
         return [Decision(model=facts.model, version=facts.version, desired=desired, reasons=("threshold",))]
 
 
@@ -89,24 +89,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="replays by name, with commas")
     chosen = parser.parse_args()
     only = [name for name in chosen.only.split(",") if name]
-    table = Table("replay", "requests", "scaler", "late", "late %", "TTFT p99 ms", "replica-seconds", "starts", "most")
+    print("| replay | requests | scaler | late | TTFT p99, ms | replica-seconds | starts | most |\n|" + "---|" * 8)
     for name, scenario in replays(chosen.scale).items():
         if only and name not in only:
             continue
         for label, decide in scalers().items():
             found = run(scenario, decide)
-            table.add_row(
-                name,
-                str(found.requests),
-                label,
-                str(found.late),
-                f"{found.late / found.requests:.2%}",
-                f"{found.ttft_ms.p99:.0f}",
-                f"{found.gpu_hours * 3600:.0f}",
-                str(found.starts),
-                str(max(sum(sample.workers.values()) for sample in found.timeline)),
-            )
-    Console(width=140).print(table)
+            most = max(sum(sample.workers.values()) for sample in found.timeline)
+            late = f"{found.late} ({found.late / found.requests:.1%})"
+            figures = (late, f"{found.ttft_ms.p99:.0f}", f"{found.gpu_hours * 3600:.0f}", found.starts, most)
+            print("|", " | ".join(str(each) for each in (name, found.requests, label, *figures)), "|", flush=True)
 
 
 if __name__ == "__main__":
