@@ -48,6 +48,7 @@ class Member(Struct, frozen=True, kw_only=True):
     claims: int = 0
     device: str = ""
     claim: bool = True  # it is to claim, not only to be loaded
+    config: str = ""  # the digest of the engine settings that it runs with, where it says so
     heard: bool = True  # it has a lease, so that it can be told something
     local: bool = False  # the scaler made it, or took it over
 
@@ -124,29 +125,43 @@ def _member(process: Managed | None, seen: SeenLease | None, told: Told | None, 
         claims=lease.claims if lease else 0,
         device=process.device if process else lease.device if lease else "",
         claim=told.assign.claim if told else state != "loaded",
+        config=lease.config if lease else "",
         heard=seen is not None,
         local=process is not None,
     )
 
 
-def plan(decision: Decision, fleet: Iterable[Member], starts: Starts, now: float, settings: Settings) -> Plan:
+def plan(
+    decision: Decision,
+    fleet: Iterable[Member],
+    starts: Starts,
+    now: float,
+    settings: Settings,
+    config: str = "",
+    surge: bool = True,
+) -> Plan:
     """The difference between what is desired of one version and `fleet`, its members.
 
     Starts wait for the back-off, and until a worker that failed is gone and judged. Drained are those with the fewest
     claims, a cold one before a loaded one, the oldest first; killed are only those that overran their budget or hang.
+    Workers that run with other engine settings than `config` are replaced one by one: the new one first with `surge`,
+    else the old one has to make room.
     """
     fleet = list(fleet)
     replicas = sorted(
         (member for member in fleet if member.is_replica),
         key=lambda member: (member.claims, member.state == "active", member.since),
     )
+    stale = [member.worker for member in replicas if member.config and config and member.config != config]
     claiming = [member.worker for member in replicas if member.claim]
     resting = [member.worker for member in sorted(replicas, key=_readiness) if not member.claim]
-    missing = decision.desired - len(claiming)
+    missing = decision.desired + (1 if stale and surge and decision.desired else 0) - len(claiming)
     claims, resting = resting[: max(0, missing)], resting[max(0, missing) :]
     surplus = claiming[: max(0, -missing)]
     kept = min(len(surplus), max(0, decision.spares - len(resting)))
     drains = surplus[: len(surplus) - kept] + resting[decision.spares :]
+    if stale and missing <= 0 and not drains and not any(member.state in ("starting", "draining") for member in fleet):
+        drains = stale[:1]
     failing = any(member.state == "failed" for member in fleet)
     may_start = not starts.hopeless and not failing and now >= starts.retry_at
     return Plan(

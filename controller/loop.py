@@ -5,10 +5,12 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from controller import fleet, placement
-from controller.autoscaler import Policy, Snapshot, decide
+from controller.allocation import Turn, allocate, demand_of
+from controller.autoscaler import Decision, Snapshot, decide, policy_of
+from controller.decisions import Decisions
 from controller.faults import point
 from controller.fleet import Kill, Member, Plan, Told
 from controller.leader import Leadership
@@ -20,6 +22,7 @@ from controller.starts import Exit, Failure, Starts, judge
 from controller.versions import Verify, Versions
 from shared import subjects, wire
 from shared.bus import Bus
+from shared.config import engine_digest
 from shared.errors import Unavailable
 from shared.settings import Settings
 from shared.wire import Assign
@@ -42,16 +45,15 @@ class Controller:
         self._settings = settings
         self._scaler = scaler
         self._metrics = metrics
-        self._policy = Policy(
-            target_utilisation=settings.target_utilisation, down_window_s=settings.scale_down_window_s
-        )
+        self._policy = policy_of(settings)
         self.observer = Observer(bus, settings)
         self.leader = Leadership(bus, settings.leader_ttl_s, self.wake)
         self._versions = Versions(bus, self.observer, settings, verify)
         self._starts: defaultdict[VersionKey, Starts] = defaultdict(Starts)
         self._exits: list[Exit] = []  # not judged yet
         self._ready: set[tuple[str, VersionKey]] = set()  # workers that have been, as what
-        self._decided: dict[VersionKey, int] = {}
+        self._decisions = Decisions(bus)
+        self._turns: dict[VersionKey, Turn] = {}  # where devices are short
         self._told: dict[str, Told] = {}  # by worker
         self._should_exit = False
 
@@ -69,6 +71,7 @@ class Controller:
         try:
             await self.observer.start()
             await self._scaler.open()
+            await self._decisions.start()
             await self.leader.start()
             while not self._should_exit:
                 self.observer.changed.clear()
@@ -76,6 +79,7 @@ class Controller:
                 await self._pause()
         finally:
             await self._versions.close()
+            await self._decisions.close()
             await self.leader.close()
             await self._scaler.close()
             await self.observer.close()
@@ -106,12 +110,11 @@ class Controller:
             by_version[member.model, member.version].append(member)
         self._note_cold_starts(now)
         names = sorted((observer.records.keys() | by_version.keys()) - {NO_VERSION})
-        snapshot = Snapshot(tuple(observer.facts(name, by_version[name], scaler.replicas_max, now) for name in names))
         views, wanted = [], []
-        for name, decision in zip(names, decide(snapshot, now, self._policy), strict=True):
+        for name, decision in zip(names, self._decide(names, by_version, now), strict=True):
             view = VersionView(decision=decision, members=tuple(by_version[name]), lag=observer.lag.get(name))
             self._tell(view)
-            plan = fleet.plan(decision, view.members, self._starts[name], now, self._settings)
+            plan = self._plan(name, view, now)
             await self._act(name, plan)
             if not any((ended.model, ended.version) == name for ended in self._exits):  # why is not known yet
                 wanted.append((name, plan))
@@ -125,6 +128,31 @@ class Controller:
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
         self._forget(set(names))
+
+    def _decide(
+        self, names: list[VersionKey], members: Mapping[VersionKey, list[Member]], now: float
+    ) -> list[Decision]:
+        """What each version should have; within what there is of devices."""
+        scaler, observer = self._scaler, self.observer
+        facts = {name: observer.facts(name, members[name], scaler.replicas_max, now) for name in names}
+        decisions = decide(Snapshot(tuple(facts.values())), now, self._policy)
+        if scaler.devices is None:
+            return decisions
+        demands = {name: demand_of(facts[name], observer.limits(name).priority, now, self._policy) for name in names}
+        decisions, self._turns = allocate(decisions, demands, len(scaler.devices), now, self._policy, self._turns)
+        return decisions
+
+    def _plan(self, name: VersionKey, view: VersionView, now: float) -> Plan:
+        record = self.observer.records.get(name)
+        return fleet.plan(
+            view.decision,
+            view.members,
+            self._starts[name],
+            now,
+            self._settings,
+            config=engine_digest(record.engine) if record else "",
+            surge=self._scaler.devices is None,
+        )
 
     def _adopt(self) -> None:
         """Take over workers that another controller started, and learn what it assigned them."""
@@ -185,14 +213,14 @@ class Controller:
 
     def _tell(self, view: VersionView) -> None:
         decision = view.decision
-        name = (decision.model, decision.version)
-        before = self._decided.get(name, 0)
-        self._decided[name] = decision.desired
-        if decision.desired == before:
+        if not self._decisions.note(decision):
             return
         self._metrics.decided(decision)
+        name = (decision.model, decision.version)
         lag = f"{view.lag.pending} pending, {view.lag.claimed} claimed" if view.lag else "lag not known"
-        log.info("%s@%s: %d -> %d replicas (%s; %s)", *name, before, decision.desired, ", ".join(decision.reasons), lag)
+        spares = f" and {decision.spares} spares" if decision.spares else ""
+        reasons = ", ".join(decision.reasons)
+        log.info("%s@%s: %d replicas%s are wanted (%s; %s)", *name, decision.desired, spares, reasons, lag)
 
     async def _act(self, name: VersionKey, plan: Plan) -> None:
         """Do what the plan says to the workers that are there."""
@@ -279,7 +307,6 @@ class Controller:
         for name in self._starts.keys() - {NO_VERSION}:
             if name not in records or records[name].state != "available":
                 del self._starts[name]
-        for name in self._decided.keys() - names:
-            del self._decided[name]
+        self._decisions.forget(names)
         self._ready = {(worker, name) for worker, name in self._ready if worker in self._scaler.workers}
         self._metrics.forget(self._scaler.workers)

@@ -211,10 +211,15 @@ class Observer:
             await self._bus.kv_delete(subjects.WORKERS_BUCKET, key)
         return self.leases.pop(worker, None)
 
+    def limits(self, name: VersionKey) -> VersionLimits:
+        """Of a version; the defaults for one that has no record."""
+        record = self.records.get(name)
+        return record.limits if record else VersionLimits()
+
     def facts(self, name: VersionKey, members: Iterable[Member], replicas_max: int, now: float) -> VersionFacts:
         """What `decide` needs to know of one version; its load is remembered as of `now`."""
         record = self.records.get(name)
-        limits = record.limits if record else VersionLimits()
+        limits = self.limits(name)
         engine = record.engine if record else EngineSettings()
         history = self._of(*name)
         soon_s = history.cold_start_s or self._policy.cold_start_s  # what is to serve then has to be started now

@@ -21,6 +21,7 @@ import uvloop
 
 from shared import lifeline, records, subjects, wire
 from shared.bus import Bus, Message
+from shared.config import engine_digest
 from shared.errors import Cancelled, HeadraceError, VersionNotFound
 from shared.log import configure_logging
 from shared.records import Lease, Version
@@ -55,6 +56,7 @@ class Worker:
         self._wanted = wanted
         self._told = asyncio.Event()  # something else is wanted
         self._state = "starting"
+        self._config = ""
         self._reason = ""
         self._permanent = False
         self._phases: dict[str, float] = {}
@@ -128,6 +130,7 @@ class Worker:
         self._metrics_port = metrics.serve(self._settings.http_host, self._settings.metrics_port)
         begin = time.monotonic()
         version = await self._record(bus)
+        self._config = engine_digest(version.engine)
         engine = await self._until_stopped(asyncio.to_thread(self._load, version))
         metrics.watch(engine)
         server = WorkerServer(bus, self._settings, version, self.id, engine, metrics, self._first_token)
@@ -230,6 +233,7 @@ class Worker:
             host=socket.gethostname(),
             started=self._born,
             device=self._device,
+            config=self._config,
             metrics_port=self._metrics_port,
             reason=self._reason,
             permanent=self._permanent,
