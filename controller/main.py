@@ -7,9 +7,9 @@ import sys
 
 from controller.loop import Controller
 from controller.metrics import Metrics
-from controller.packing import verifier
 from controller.scalers.choose import make_scaler
 from shared import lifeline
+from shared.blobs import verifier
 from shared.bus import Bus
 from shared.errors import Unavailable
 from shared.log import configure_logging

@@ -85,6 +85,10 @@ class Versions:
                 return self._purge(name)
         elif state in ("retired", "deleted") and settled and not staffed and name not in self._cleaned:
             return self._clean(name)
+        elif record is not None and name in self._cleaned:
+            kept_since = time.time() - self._settings.retired_kept_s
+            if state == "retired" and 0 < record.retired < kept_since:
+                return self._forget(name)
         return None
 
     async def _guarded(self, name: VersionKey, work: Coroutine[Any, Any, None]) -> None:
@@ -135,6 +139,13 @@ class Versions:
     async def _purge(self, name: VersionKey) -> None:
         purged = await self._bus.purge(subjects.REQ_STREAM, subjects.requests_of_version(*name))
         log.warning("%s@%s failed: %d requests left in its queue were deleted", *name, purged)
+
+    async def _forget(self, name: VersionKey) -> None:
+        key = subjects.key(*name)
+        found = await self._bus.kv_get(subjects.MODELS_BUCKET, key)
+        if found is not None and records.decode_version(found[0]).state == "retired":
+            await self._bus.kv_delete(subjects.MODELS_BUCKET, key, found[1])
+            log.info("%s@%s was removed long ago: its name is free", *name)
 
     async def _clean(self, name: VersionKey) -> None:
         await self._bus.purge(subjects.REQ_STREAM, subjects.requests_of_version(*name))

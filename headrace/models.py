@@ -1,4 +1,4 @@
-"""`headrace models`: push, list, show, alias, set, decisions."""
+"""`headrace models`: push, list, show, alias, set, decisions, rm, gc."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -24,7 +24,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def push(
     context: typer.Context,
     source: Annotated[
-        str, typer.Argument(metavar="PATH|sim:PROFILE", help="A directory with safetensors, or sim:zero.")
+        str,
+        typer.Argument(metavar="PATH|sim:PROFILE", help="A directory with safetensors, a GGUF file, or sim:zero."),
     ],
     name: Annotated[str, typer.Option(help="The model's name.")],
     version: Annotated[str, typer.Option(help="The version's name.")],
@@ -72,7 +73,7 @@ def alias(
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
 ) -> None:
     """Point an alias at a version, so that MODEL@ALIAS is that version. The plain MODEL is the alias `stable`."""
-    from controller import registry
+    from shared import registry
 
     if (version is None) != delete:
         raise typer.BadParameter("give a VERSION, or --delete")
@@ -81,11 +82,56 @@ def alias(
         print(f"{model}@{alias_name} -> {target}")
 
 
+@app.command()
+def rm(
+    context: typer.Context,
+    reference: Annotated[str, typer.Argument(metavar="MODEL[@VERSION]", help="Without a version: all of the model.")],
+) -> None:
+    """Remove a version that nothing uses: no alias, no traffic, no worker, no request. Its files go too."""
+    from headrace import garbage
+    from shared import registry
+    from shared.objects import ObjectStore
+
+    model, at, version = reference.partition("@")
+    if at and not version:
+        raise typer.BadParameter("there is no version after the @", param_hint="MODEL[@VERSION]")
+    objects = ObjectStore(_globals(context).settings())
+
+    async def work(bus: Any) -> Any:
+        return [
+            (removed, await garbage.delete_files(bus, objects, removed))
+            for removed in await registry.remove(bus, model, version or None)
+        ]
+
+    for removed, deleted in _with_bus(context, work):
+        print(f"removed {removed.model}@{removed.version}{_freed(deleted)}")
+
+
+@app.command()
+def gc(
+    context: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list them.")] = False,
+) -> None:
+    """Delete objects that no version needs and that are older than an hour: what broken pushes left behind."""
+    from headrace import garbage
+    from shared.objects import ObjectStore
+
+    objects = ObjectStore(_globals(context).settings())
+    found = _with_bus(context, lambda bus: garbage.collect(bus, objects, dry_run))
+    for one in found:
+        print(f"{'would delete' if dry_run else 'deleted'} {one.key} ({one.size} bytes)")
+    print(f"{len(found)} objects, {sum(one.size for one in found)} bytes")
+
+
+def _freed(deleted: list[Any]) -> str:
+    return f", and {sum(one.size for one in deleted)} bytes of files" if deleted else ""
+
+
 def _show(context: typer.Context, model: str | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from controller import registry
     from headrace.status import model_status, models_table
+    from shared import registry
     from shared.errors import ModelNotFound
 
     async def read(bus: Any) -> Any:

@@ -1,18 +1,102 @@
-"""Pushing a version from a terminal: progress while it is hashed and uploaded, then the wait until it is available."""
+"""Pushing a version: files to the object store, then the record. From a terminal: with progress, until it is available."""
 
 import asyncio
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from controller import registry
+from headrace import gguf, packing
+from headrace.packing import OnProgress
+from shared import blobs, config, manifests, registry
 from shared.bus import Bus
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Unavailable
+from shared.manifests import Manifest
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, Version, VersionLimits
 from shared.settings import Settings
+
+REGISTER_TRIES_MAX = 3
+
+
+async def push(
+    bus: Bus,
+    objects: ObjectStore,
+    source: str,
+    model: str,
+    version: str,
+    *,
+    engine: EngineSettings | None = None,
+    limits: VersionLimits | None = None,
+    max_model_len: int = 0,
+    on_progress: OnProgress = lambda _done, _total: None,
+) -> Version:
+    """Register `model@version` from a directory (Hugging Face layout, safetensors) or from "sim:PROFILE".
+
+    `max_model_len` (tokens) is for simulated models; others say it in their config.json. Pushing the same again is fine, gives
+    a failed version another try, and leaves what was configured since as it is. Only what the store lacks is sent.
+
+    Raises BadRequest (names, files), Conflict (the version exists and is another), ObjectsUnavailable or Unavailable.
+    """
+    engine, limits = engine or EngineSettings(), limits or VersionLimits()
+    registry.check_names(model, version)
+    config.check_limits(limits)
+    await bus.ensure()
+    await registry.check_no_alias(bus, model, version)
+    simulated = source.startswith(registry.SIMULATED)
+    directory = Path(source)
+    if simulated:
+        manifest = manifests.of_simulated(model, version, engine)
+    else:
+        manifest = await asyncio.to_thread(packing.read_directory, directory, model, version, engine, on_progress)
+    record = Version(
+        model=model,
+        version=version,
+        state="registered",
+        source=source if simulated else registry.STORED,
+        manifest_sha256=manifests.sha256_of(manifests.encode(manifest)),
+        max_model_len=max_model_len if simulated else manifest.max_model_len,
+        engine=engine,
+        limits=limits,
+        created=int(time.time()),
+    )
+    existing = await registry.find_version(bus, model, version)
+    if existing is not None:
+        registry.check_same(existing, record)
+    if simulated or (existing is not None and existing.state not in ("failed", "retired")):
+        return await registry.register(bus, record)
+    damaged = existing is not None and existing.state == "failed"
+    return await _push_files(bus, objects, directory, manifest, record, damaged, on_progress)
+
+
+async def _push_files(
+    bus: Bus,
+    objects: ObjectStore,
+    directory: Path,
+    manifest: Manifest,
+    record: Version,
+    damaged: bool,
+    on_progress: OnProgress,
+) -> Version:
+    """Files, then the record, then one more look: until the record named them a garbage collection could take them."""
+    done = manifest.size  # each byte was hashed once
+
+    def on_bytes(more: int) -> None:
+        nonlocal done
+        done = min(done + more, 2 * manifest.size)
+        on_progress(done, 2 * manifest.size)
+
+    await asyncio.to_thread(blobs.upload, objects, directory, manifest, on_bytes, not damaged)
+    for _ in range(REGISTER_TRIES_MAX):
+        written = await registry.register(bus, record)
+        if not await asyncio.to_thread(blobs.upload, objects, directory, manifest, on_bytes):
+            await asyncio.to_thread(blobs.name_manifest, objects, manifest)
+            return written
+    raise Unavailable(f"files of {record.model}@{record.version} vanish from the object store as they are pushed")
 
 
 def push_version(
@@ -24,13 +108,20 @@ def push_version(
     limits: VersionLimits,
     available_within_s: float,
 ) -> None:
-    """Push and say what came of it. `available_within_s` 0: do not wait."""
+    """Push and say what came of it; a GGUF file is converted first. `available_within_s` 0: do not wait."""
+    if Path(source).suffix == gguf.SUFFIX and not source.startswith(registry.SIMULATED):
+        registry.check_names(model, version)
+        settings.data_path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="gguf-", dir=settings.data_path) as directory:
+            print(f"converting {source} to safetensors", file=sys.stderr)
+            gguf.convert(Path(source), Path(directory))
+            return push_version(settings, directory, model, version, engine, limits, available_within_s)
     max_model_len = simulated_length(source, engine) if source.startswith(registry.SIMULATED) else 0
 
-    async def run(on_progress: registry.OnProgress) -> Version:
+    async def run(on_progress: OnProgress) -> Version:
         bus = await Bus.connect(settings, "push")
         try:
-            pushed = await registry.push(
+            pushed = await push(
                 bus,
                 ObjectStore(settings),
                 source,
@@ -50,6 +141,9 @@ def push_version(
     with _bar(f"{model}@{version}") as on_progress:
         pushed = asyncio.run(run(on_progress))
     print(f"{model}@{version} is {pushed.state}")
+    if (pushed.engine, pushed.limits) != (engine, limits):
+        print("it was registered before, and its limits and settings stay as they are: headrace models show", model)
+    return None
 
 
 def simulated_length(source: str, engine: EngineSettings) -> int:

@@ -7,11 +7,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from controller import registry
 from headrace.globals import Globals
 from headrace.stack import state
 from headrace.stack.state import ProcessState
-from shared import records, subjects
+from shared import records, registry, subjects
 from shared.bus import Bus
 from shared.records import Route, Signals, Version
 from shared.settings import Settings
@@ -46,6 +45,8 @@ class WorkerStatus(msgspec.Struct):
     blocks_total: int
     slots: int
     metrics_port: int
+    fetched_bytes: int  # of its files, while they are fetched
+    fetch_bytes: int  # of all of them
     reason: str
 
 
@@ -101,6 +102,8 @@ async def collect(settings: Settings, stack: state.StackState | None) -> Status:
                 blocks_total=lease.blocks_total,
                 slots=lease.slots,
                 metrics_port=lease.metrics_port,
+                fetched_bytes=lease.fetched_bytes,
+                fetch_bytes=lease.fetch_bytes,
                 reason=lease.reason,
             )
             for lease in sorted(leases, key=lambda lease: lease.started)
@@ -153,7 +156,7 @@ def show(context: Globals, as_json: bool) -> None:
                 worker.id,
                 str(worker.pid),
                 f"{worker.model}@{worker.version}",
-                f"{worker.state} {_short(worker.reason)}".strip(),
+                " ".join(filter(None, (worker.state, fetch_progress(worker), _short(worker.reason)))),
                 f"{worker.running}/{worker.slots}",
                 str(worker.claims),
                 f"{worker.blocks_used}/{worker.blocks_total}",
@@ -173,6 +176,13 @@ def scaling_table(decisions: list[ScalingStatus]) -> Table:
         name = f"{each.model}@{each.version}"
         table.add_row(name, str(each.desired), str(each.spares), ", ".join(each.reasons), since)
     return table
+
+
+def fetch_progress(worker: WorkerStatus) -> str:
+    """How much of its files a starting worker has, "43%"; nothing once they are all here."""
+    if worker.state != "starting" or worker.fetched_bytes >= worker.fetch_bytes:
+        return ""
+    return f"{100 * worker.fetched_bytes // worker.fetch_bytes}%"
 
 
 def models_table(models: list[ModelStatus]) -> Table:

@@ -12,8 +12,9 @@ from ingress.answers import Message, Receive, Scope, Send
 from ingress.context import Context
 from ingress.family import Family
 from ingress.inference import Inference
+from ingress.registrar import AliasTarget, NewVersion
 from ingress.router import ModelEntry, VersionEntry
-from ingress.routes import health, models, streams
+from ingress.routes import health, models, registry, streams
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
@@ -57,11 +58,13 @@ def build_app(context: Context) -> FastAPI:
     app = App(context, families)
     for family in families:
         _document(app, context, family)
+    app.include_router(registry.router(context))
     app.include_router(models.router(context))
     app.include_router(streams.router(context, families))
     app.include_router(health.router(context))
     bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
-    openapi.install(app, [*bodies, models.ModelList, ModelEntry, VersionEntry, streams.Ended])
+    others = [models.ModelList, ModelEntry, VersionEntry, streams.Ended, NewVersion, AliasTarget, registry.Aliases]
+    openapi.install(app, [*bodies, *others])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)

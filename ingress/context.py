@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ingress.admission import Admission
 from ingress.keys import Keys
 from ingress.metrics import Metrics
+from ingress.registrar import Registrar
 from ingress.router import Router
 from shared import subjects
 from shared.errors import Draining, HeadraceError
@@ -25,9 +26,16 @@ class Context:
     """Settings, the router, the dispatcher and the requests in progress. `bus_usable` says whether requests can be stored."""
 
     def __init__(
-        self, settings: Settings, router: Router, dispatcher: "Dispatcher", keys: Keys, bus_usable: "Callable[[], bool]"
+        self,
+        settings: Settings,
+        router: Router,
+        dispatcher: "Dispatcher",
+        keys: Keys,
+        registrar: Registrar,
+        bus_usable: "Callable[[], bool]",
     ) -> None:
         self.settings, self.router, self.dispatcher, self.keys = settings, router, dispatcher, keys
+        self.registrar = registrar
         self.bus_usable = bus_usable
         self.tenant = subjects.LOCAL_TENANT
         self.admission = Admission(settings, dispatcher)

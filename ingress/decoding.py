@@ -1,14 +1,14 @@
-"""JSON bytes -> a body of `ingress.schemas`, and msgspec's refusals in the words of our errors."""
+"""JSON bytes -> the body of a route, and msgspec's refusals in the words of our errors."""
 
 import re
 from typing import TypeVar, get_args
 
 import msgspec
 
-from ingress.schemas import Body, Role
+from ingress.schemas import Role
 from shared.errors import BadRequest
 
-BodyType = TypeVar("BodyType", bound=Body)
+BodyType = TypeVar("BodyType", bound=msgspec.Struct)
 
 _PLACE = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`$")

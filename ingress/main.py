@@ -21,6 +21,7 @@ from ingress.connection import Connection
 from ingress.context import Context
 from ingress.keys import Keys
 from ingress.listening import bind, keep_spreading, steer_away
+from ingress.registrar import Registrar
 from ingress.router import Router
 from ingress.watches import Watches
 from shared import lifeline
@@ -158,7 +159,8 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         watches = Watches(router, dispatcher)
         await watches.start(bus)
         keys = Keys(bus, settings)
-        context = Context(settings, router, dispatcher, keys, lambda: bus.connected and watches.live)
+        registrar = Registrar(bus, settings)
+        context = Context(settings, router, dispatcher, keys, registrar, lambda: bus.connected and watches.live)
         stop = _stop_on_signals()
         gc.collect()
         gc.freeze()  # what is loaded by now stays: full collections need not walk it

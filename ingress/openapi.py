@@ -10,7 +10,8 @@ from ingress.family import Family
 from ingress.schemas import Body
 
 REF_TEMPLATE = "#/components/schemas/{name}"
-MODEL_PARAMETER = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+PATH_PARAMETER = {"in": "path", "required": True, "schema": {"type": "string"}}
+MODEL_PARAMETER = PATH_PARAMETER | {"name": "model"}
 
 
 def inference(family: Family) -> dict[str, Any]:
@@ -27,6 +28,14 @@ def inference(family: Family) -> dict[str, Any]:
 def answer(answer_type: Any) -> dict[str, Any]:
     """Arguments of a FastAPI route: its answer."""
     return {"responses": {200: {"description": "The answer", "content": _json(answer_type)}}}
+
+
+def told(body_type: Any, answer_type: Any, *parameters: str) -> dict[str, Any]:
+    """Arguments of a FastAPI route that takes a body (None: it takes none) and has parameters in its path."""
+    extra: dict[str, Any] = {"parameters": [PATH_PARAMETER | {"name": name} for name in parameters]}
+    if body_type is not None:
+        extra["requestBody"] = {"required": True, "content": _json(body_type)}
+    return answer(answer_type) | {"openapi_extra": extra}
 
 
 def install(app: FastAPI, types: Sequence[Any]) -> None:

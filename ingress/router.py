@@ -35,6 +35,7 @@ class VersionEntry(msgspec.Struct, omit_defaults=True):
     traffic_pct: float
     state: str
     reason: str = ""  # of a failed one
+    manifest_sha256: str = ""  # what it is: its files and the engine settings it was pushed with
 
 
 class Router:
@@ -108,7 +109,13 @@ class Router:
         route = self._routes.get(model)
         points = {weight.version: weight.basis_points for weight in route.weights} if route else {}
         return [
-            VersionEntry(version.version, points.get(version.version, 0) / 100, version.state, version.reason)
+            VersionEntry(
+                version.version,
+                points.get(version.version, 0) / 100,
+                version.state,
+                version.reason,
+                version.manifest_sha256,
+            )
             for version in sorted(known.values(), key=lambda version: (version.created, version.version))
         ]
 

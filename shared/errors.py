@@ -12,6 +12,7 @@ HeadraceError
 |   +-- VersionRetired      404 version_retired          the version was taken out of service
 |   +-- StreamNotFound      404 stream_not_found         nobody has that request, or has it any more
 +-- Conflict                409 version_exists           same version, other bytes
+|   +-- VersionInUse        409 version_in_use           the version cannot be removed; the message says what uses it
 |   +-- ResultGone          409 idempotency_result_gone  the key's request was answered, and its answer is not kept any more
 +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
 +-- HeadersTooLarge         431 headers_too_large        the head of the request is over head_bytes_max
@@ -105,6 +106,10 @@ class BodyTimeout(HeadraceError):
 
 class Conflict(HeadraceError):
     code, status, type = "version_exists", 409, "conflict_error"
+
+
+class VersionInUse(Conflict):
+    code = "version_in_use"
 
 
 class ResultGone(Conflict):

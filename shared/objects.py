@@ -7,47 +7,91 @@ not there, ObjectsUnavailable for a store that cannot be reached or refuses us. 
 import contextlib
 import hashlib
 import io
-from collections import deque
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import msgspec
 import urllib3
 from minio import Minio
+from minio.commonconfig import REPLACE, CopySource
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
 from shared.errors import Internal, NotFound, ObjectsUnavailable
 from shared.settings import MIB, Settings
 
 CONNECT_TIMEOUT_S = 2.0
-READ_TIMEOUT_S = 15.0
+SILENCE_S = 15.0  # so long the store may take no byte, or send none
 PART_BYTES = 16 * MIB  # of a multipart upload
-RANGE_BYTES = 8 * MIB  # of one ranged read
-READERS = 4
+CHUNK_BYTES = MIB // 2  # of what one read of a range holds in memory
+CONNECTIONS_MAX = 16
 
 _MISSING = {"NoSuchKey", "NoSuchBucket", "ResourceNotFound"}
-_REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+_REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"}
 
 
 class ObjectInfo(msgspec.Struct, frozen=True):
     key: str
     size: int  # bytes
+    modified: float = 0.0  # unix seconds, of the store's clock
 
 
-class _Hashing(io.RawIOBase):
-    """A file that is hashed as it is read."""
+class _Changed(Exception):
+    """A file is not what was hashed before."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha256 = hashlib.sha256()
+
+class _Verified(io.RawIOBase):
+    """A file of `size` bytes; what would complete another file than that of `sha256` is not given out."""
+
+    def __init__(self, file: BinaryIO, size: int, sha256: str) -> None:
+        self._file, self._left, self._expected = file, size, sha256
+        self._sha256 = hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size)
-        self.sha256.update(data)
+        self._sha256.update(data)
+        self._left -= len(data)
+        if self._left <= 0 and self._sha256.hexdigest() != self._expected:
+            raise _Changed
         return data
+
+
+class _Patient:
+    """A connection that waits for the store as long in a send as in a receive; urllib3 sends within the connect timeout."""
+
+    sock: Any
+
+    def connect(self) -> None:
+        super().connect()  # type: ignore[misc]
+        self.sock.settimeout(SILENCE_S)
+
+
+class _HttpConnection(_Patient, urllib3.connection.HTTPConnection):
+    pass
+
+
+class _HttpsConnection(_Patient, urllib3.connection.HTTPSConnection):
+    pass
+
+
+class _HttpPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _HttpConnection
+
+
+class _HttpsPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _HttpsConnection
+
+
+def _connections() -> urllib3.PoolManager:
+    manager = urllib3.PoolManager(
+        timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=SILENCE_S),
+        maxsize=CONNECTIONS_MAX,
+        retries=urllib3.Retry(total=1, connect=0, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
+    )
+    manager.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
+    return manager
 
 
 class ObjectStore:
@@ -63,14 +107,16 @@ class ObjectStore:
             parts.netloc,
             access_key=settings.s3_access_key or None,
             secret_key=settings.s3_secret_key or None,
+            session_token=settings.s3_session_token or None,
             secure=parts.scheme == "https",
             region=settings.s3_region,
-            http_client=urllib3.PoolManager(
-                timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
-                maxsize=2 * READERS,
-                retries=urllib3.Retry(total=1, connect=0, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
-            ),
+            http_client=_connections(),
         )
+        if settings.s3_virtual_host is not None:
+            if settings.s3_virtual_host:
+                self._client.enable_virtual_style_endpoint()
+            else:
+                self._client.disable_virtual_style_endpoint()
 
     def ensure_bucket(self) -> None:
         """Make the bucket if it is not there."""
@@ -91,74 +137,78 @@ class ObjectStore:
     def put_file(self, key: str, path: Path, size: int, sha256: str) -> None:
         """Write the file as the object `key`. Internal if its bytes are not those of `sha256`: it changed meanwhile.
 
-        Then the object is removed again. The store checks each part against the digest that its request carries.
+        Then there is no object: it never appears before its last byte. The store checks each part against the digest that
+        its request carries.
         """
         with open(path, "rb") as file, self._errors(key):
-            hashing = _Hashing(file)
             try:
-                self._client.put_object(self.bucket, key, hashing, size, part_size=PART_BYTES)
+                self._client.put_object(self.bucket, key, _Verified(file, size, sha256), size, part_size=PART_BYTES)
+            except _Changed:
+                raise Internal(f"{path} changed while it was uploaded") from None
             except OSError as error:
                 if isinstance(error, ConnectionError):
                     raise
                 raise Internal(f"{path} cannot be read: {error}") from error
-        if hashing.sha256.hexdigest() != sha256:
-            self.remove(key)
-            raise Internal(f"{path} changed while it was uploaded")
         self._check_size(key, size)
 
     def get(self, key: str) -> bytes:
         """The whole of a small object."""
-        return self._read(key, 0, 0)
+        with self._errors(key), self._open(key, 0, 0) as response:
+            data: bytes = response.read()
+        return data
 
     def stat(self, key: str) -> ObjectInfo:
         with self._errors(key):
             found = self._client.stat_object(self.bucket, key)
-        return ObjectInfo(key, found.size or 0)
+        return ObjectInfo(key, found.size or 0, found.last_modified.timestamp() if found.last_modified else 0.0)
+
+    def touch(self, key: str) -> None:
+        """Make an object new: `modified` is now. NotFound if it is not there. The store copies it onto itself."""
+        with self._errors(key):
+            self._client.copy_object(
+                self.bucket,
+                key,
+                CopySource(self.bucket, key),
+                metadata={"touched": str(int(time.time()))},
+                metadata_directive=REPLACE,
+            )
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """The objects whose keys begin with `prefix`, in the order of their keys."""
         with self._errors():
             found = self._client.list_objects(self.bucket, prefix=prefix, recursive=True)
-            return [ObjectInfo(str(item.object_name), item.size or 0) for item in found]
+            return [
+                ObjectInfo(
+                    str(item.object_name), item.size or 0, item.last_modified.timestamp() if item.last_modified else 0.0
+                )
+                for item in found
+            ]
 
     def remove(self, key: str) -> None:
         """Remove an object; not an error if it is not there."""
         with self._errors(key):
             self._client.remove_object(self.bucket, key)
 
-    def read_ranges(self, key: str, start: int, size: int) -> Iterator[bytes]:
-        """Bytes [start, size) of an object of `size` bytes, in order, read by READERS ranged requests at a time.
-
-        At most 2 x READERS ranges are held in memory. A store that has fewer bytes ends the iteration early.
-        """
-        offsets = iter(range(start, size, RANGE_BYTES))
-        with ThreadPoolExecutor(READERS, thread_name_prefix="objects") as pool:
-            pending: deque[Future[bytes]] = deque()
-            try:
-                while True:
-                    while len(pending) < 2 * READERS and (offset := next(offsets, None)) is not None:
-                        pending.append(pool.submit(self._read, key, offset, min(RANGE_BYTES, size - offset)))
-                    if not pending:
-                        return
-                    yield pending.popleft().result()
-            finally:
-                for future in pending:
-                    future.cancel()
-
-    def _read(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes from `offset`, 0 meaning all; fewer where the object ends before."""
+    def read_range(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        """`length` bytes from `offset` in order, CHUNK_BYTES at a time; fewer where the object ends before."""
         with self._errors(key):
             try:
-                response = self._client.get_object(self.bucket, key, offset, length)
+                with self._open(key, offset, length) as response:
+                    while data := response.read(CHUNK_BYTES, decode_content=False):
+                        yield data
             except S3Error as error:
-                if error.code == "InvalidRange":
-                    return b""
-                raise
-            try:
-                return response.read()
-            finally:
-                response.close()
-                response.release_conn()
+                if error.code != "InvalidRange":
+                    raise
+
+    @contextlib.contextmanager
+    def _open(self, key: str, offset: int, length: int) -> Iterator[Any]:
+        """The answer to a read of `length` bytes from `offset`, 0 meaning all; its connection is used again."""
+        response = self._client.get_object(self.bucket, key, offset, length)
+        try:
+            yield response
+        finally:
+            response.close()
+            response.release_conn()
 
     def _check_size(self, key: str, size: int) -> None:
         stored = self.stat(key).size

@@ -65,18 +65,22 @@ class VersionLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A version of a model, in the bucket `models` under key(model, version). Immutable but for state and reason."""
+    """A version of a model, in the bucket `models` under key(model, version).
+
+    `source` and `manifest_sha256` say what it is and never change; the manifest holds the engine settings as pushed.
+    """
 
     model: str
     version: str
     state: str  # registered | available | failed | retired
-    source: str  # "sim:<profile>", or "s3" with the manifest beside the files
+    source: str  # "sim:<profile>", or "s3": files and manifest are in the object store
     manifest_sha256: str = ""
     max_model_len: int = 0  # tokens, for early refusals
     engine: EngineSettings = EngineSettings()
     limits: VersionLimits = VersionLimits()
     created: int = 0  # unix seconds
     reason: str = ""  # why it failed
+    retired: int = 0  # unix seconds of its removal
 
 
 class Weight(msgspec.Struct, frozen=True, array_like=True):
@@ -113,6 +117,8 @@ class Lease(msgspec.Struct, kw_only=True):
     blocks_used: int = 0
     blocks_total: int = 0
     busy_at: float = 0.0  # unix seconds when it last held a claim
+    fetched_bytes: int = 0  # of its files, while they are fetched
+    fetch_bytes: int = 0  # of all its files; 0: nothing is fetched
     cold_start: dict[str, float] = {}  # seconds by phase: process, imports, fetch, load, first_token
     config: str = ""  # the digest of the engine settings that it was loaded with
 

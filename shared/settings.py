@@ -39,6 +39,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     s3_region: str = "us-east-1"
     s3_access_key: str = ""
     s3_secret_key: str = ""
+    s3_session_token: str = ""  # of temporary keys
+    s3_virtual_host: bool | None = None  # the bucket in the host's name; None: on AWS, elsewhere in the path
     lifeline_fd: int | None = None  # read end of the stack's pipe: at its EOF the process ends
 
     # the request
@@ -110,6 +112,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     turn_s: float = 60.0  # where devices are short: a version that has work and no device waits so long for a turn,
     turn_min_s: float = 30.0  # serves so long at least once it has one,
     starved_s: float = 300.0  # and waits so long where those before it have a higher priority
+    retired_kept_s: float = 86_400.0  # a version that was removed is known as such for so long; then its name is free
     purge_after_s: float = 10.0  # after a version failed or retired: its requesters have ended what was parked
     worker_logs_max: int = 100
     controller_metrics_port: int = 0  # 0: a free one, named in the log

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from controller import registry
-from shared import errors, subjects, wire
+from shared import errors, registry, subjects, wire
 from shared.bus import Bus
 from shared.records import EngineSettings, Route, Version, Weight
 from workers.engine.load import load_engine

@@ -1,15 +1,17 @@
 """The weight cache of a host: files by their sha256, and one directory per version that links to them.
 
     <cache>/blobs/<sha256>              a complete, verified file
-    <cache>/blobs/<sha256>.partial      the verified-as-far-as-written beginning of one
+    <cache>/blobs/<sha256>.partial      one that is being read; <sha256>.journal says which parts of it are here
     <cache>/locks/<sha256>              flock: one process writes a blob, the others wait for it
     <cache>/versions/<key>-<manifest>/  the files of a version under their names (hard links), and its manifest
 
-A version's directory appears by one rename when all its files are there. Shared by all workers of the host.
+A version's directory appears by one rename when all its files are there. Shared by all workers of the host. Nothing is
+forced to the disk, which would hold up a cold start: after a boot of the host a file is hashed once more before it is used.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from shared import manifests, subjects
 from shared.errors import Cancelled, VersionFailed
-from shared.manifests import MANIFEST_NAME, Manifest
+from shared.manifests import MANIFEST_NAME, Manifest, ManifestFile
 from shared.records import Version
 
 _LOCK_POLL_S = 0.05
@@ -46,11 +48,9 @@ class Cache:
             return None
         if manifests.sha256_of(raw) != version.manifest_sha256:
             return None
+        booted = _booted_at()
         for file in manifests.decode(raw).files:
-            try:
-                if (directory / file.name).stat().st_size != file.size:
-                    return None
-            except OSError:
+            if not _intact(directory / file.name, file.sha256, file.size, directory.stat().st_mtime < booted):
                 return None
         os.utime(directory)
         return directory
@@ -59,18 +59,30 @@ class Cache:
         """Whether the file is here, marked as used now."""
         path = self.blob(sha256)
         try:
-            found = path.stat().st_size == size
+            found = _intact(path, sha256, size, path.stat().st_mtime < _booted_at())
             if found:
                 os.utime(path)
+            else:
+                path.unlink()
         except OSError:
             return False
         return found
+
+    def bytes_lacking(self, file: ManifestFile) -> int:
+        """What a file that is not here will add to the cache: a partial one is as large as the whole from the start."""
+        try:
+            return max(0, file.size - self.partial(file.sha256).stat().st_size)
+        except OSError:
+            return file.size
 
     def blob(self, sha256: str) -> Path:
         return self._blobs / sha256
 
     def partial(self, sha256: str) -> Path:
         return self._blobs / f"{sha256}.partial"
+
+    def journal(self, sha256: str) -> Path:
+        return self._blobs / f"{sha256}.journal"
 
     @contextlib.contextmanager
     def lock(self, name: str, cancelled: threading.Event) -> Iterator[None]:
@@ -134,3 +146,21 @@ class Cache:
 
     def _directory(self, model: str, version: str, manifest_sha256: str) -> Path:
         return self._versions / f"{subjects.key(model, version)}-{manifest_sha256[:16]}"
+
+
+def _booted_at() -> float:
+    """Unix seconds of the host's boot."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _intact(path: Path, sha256: str, size: int, doubtful: bool) -> bool:
+    """Whether the file is there, of its size, and if `doubtful` still what it was."""
+    try:
+        if path.stat().st_size != size:
+            return False
+        if not doubtful:
+            return True
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except OSError:
+        return False

@@ -60,6 +60,7 @@ class Worker:
         self._reason = ""
         self._permanent = False
         self._phases: dict[str, float] = {}
+        self._fetched = (0, 0)  # bytes: here, in all
         self._server: WorkerServer | None = None
         self._metrics: WorkerMetrics | None = None
         self._metrics_port = 0
@@ -203,7 +204,10 @@ class Worker:
         from shared.objects import ObjectStore
         from workers.weights import fetch
 
-        return fetch(version, ObjectStore(self._settings), self._settings)
+        def on_progress(here: int, total: int) -> None:
+            self._fetched = (here, total)
+
+        return fetch(version, ObjectStore(self._settings), self._settings, on_progress)
 
     def _timed(self, phase: str, work: Callable[[], T]) -> T:
         begin = time.monotonic()
@@ -237,6 +241,8 @@ class Worker:
             metrics_port=self._metrics_port,
             reason=self._reason,
             permanent=self._permanent,
+            fetched_bytes=self._fetched[0],
+            fetch_bytes=self._fetched[1],
             cold_start=self._phases,
         )
         if self._server is not None:

@@ -16,10 +16,10 @@ import httpx
 import msgspec
 from msgspec.structs import replace
 
-from controller import registry
 from faults.broker import Broker, formed
 from faults.processes import Child, environment, own, reap_strangers, wait_gone
 from faults.proxy import Proxy
+from headrace.push import push
 from headrace.stack import ports, servers
 from shared import lifeline, records, subjects
 from shared.bus import Bus
@@ -117,9 +117,7 @@ class Fleet:
         for ingress in self.ingresses:
             ingress.start()
         limits = VersionLimits(min_replicas=self.size, max_replicas=self.size)
-        await registry.push(
-            self.bus, ObjectStore(self.settings), self.source, MODEL, VERSION, engine=self.engine, limits=limits
-        )
+        await push(self.bus, ObjectStore(self.settings), self.source, MODEL, VERSION, engine=self.engine, limits=limits)
         self._keeping = asyncio.create_task(self._keep())
         await self.all_active()
         for number in range(len(self.urls)):

@@ -60,7 +60,7 @@ def test_push_list_alias_chat_and_status(stack: Any) -> None:
     stack.push("sim:zero", "cli", "--set", "slots=3", "--set", "max_model_len=64", "--max-replicas", "1")
     other = stack.headrace("models", "push", "sim:zero", "--name", "cli", "--version", "v1")
     assert other.returncode == 1
-    assert "exists with other engine settings and limits" in other.stderr
+    assert "exists with other files or engine settings" in other.stderr
 
     moved = stack.headrace("models", "alias", "cli", "beta", "v1")
     assert moved.stdout == "cli@beta -> v1\ncli@stable -> v1\n"

@@ -18,6 +18,7 @@ from ingress.context import Context
 from ingress.keys import Keys
 from ingress.listening import bind
 from ingress.main import serve_until
+from ingress.registrar import Registrar
 from ingress.router import Router
 from shared import records, wire
 from shared.dispatch import Delta
@@ -165,7 +166,8 @@ class Front:
         self.router = Router()
         self.bus_usable = True
         self.keys = Keys(FakeBuckets(), settings)
-        self.context = Context(settings, self.router, self.dispatcher, self.keys, lambda: self.bus_usable)  # type: ignore[arg-type]
+        registrar = Registrar(FakeBuckets(), settings)  # type: ignore[arg-type]
+        self.context = Context(settings, self.router, self.dispatcher, self.keys, registrar, lambda: self.bus_usable)  # type: ignore[arg-type]
         self._bound = bind(settings)
         self.port: int = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

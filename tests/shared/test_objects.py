@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared import objects
 from shared.errors import Internal, NotFound, ObjectsUnavailable
-from shared.objects import ObjectStore
+from shared.objects import CHUNK_BYTES, ObjectStore
 from shared.settings import MIB, Settings
 
 
@@ -39,26 +38,49 @@ def test_put_get_stat_list_remove(store: ObjectStore) -> None:
         store.stat("a/one")
 
 
-def test_a_file_in_parts_is_read_back_in_parallel_ranges(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(objects, "RANGE_BYTES", MIB)
+def test_a_file_in_parts_is_read_back_in_ranges(store: ObjectStore, tmp_path: Path) -> None:
     data = b"".join(hashlib.sha256(str(number).encode()).digest() * 1024 for number in range(640))  # 20 MiB: two parts
     path = tmp_path / "weights"
     path.write_bytes(data)
     store.put_file("w", path, len(data), hashlib.sha256(data).hexdigest())
-    assert b"".join(store.read_ranges("w", 0, len(data))) == data
+    assert b"".join(store.read_range("w", 0, len(data))) == data
     start = 3 * MIB + 17
-    assert b"".join(store.read_ranges("w", start, len(data))) == data[start:]
-    assert b"".join(store.read_ranges("w", 0, len(data) + 5 * MIB)) == data  # shorter than said: ends early
+    chunks = list(store.read_range("w", start, 5 * MIB))
+    assert b"".join(chunks) == data[start : start + 5 * MIB]
+    assert max(len(chunk) for chunk in chunks) == CHUNK_BYTES
+    assert b"".join(store.read_range("w", start, len(data))) == data[start:]  # shorter than said: ends early
+    assert list(store.read_range("w", len(data) + 5, MIB)) == []
 
 
-def test_a_file_that_is_not_what_was_hashed_is_not_kept(store: ObjectStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [7, 17 * MIB], ids=["in one part", "in two parts"])
+def test_a_file_that_is_not_what_was_hashed_never_becomes_an_object(
+    store: ObjectStore, tmp_path: Path, size: int
+) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"changed")
+    path.write_bytes(bytes(size))
     with pytest.raises(Internal, match="changed while"):
-        store.put_file("f", path, 7, hashlib.sha256(b"hashed!").hexdigest())
+        store.put_file("f", path, size, hashlib.sha256(b"hashed!").hexdigest())
     assert store.list("f") == []
+    with pytest.raises(Internal, match="cannot be read"):
+        store.put_file("f", path, size + 1, hashlib.sha256(b"longer").hexdigest())
+    assert store.list("f") == []
+
+
+def test_a_touched_object_is_new_and_the_same(store: ObjectStore, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(17 * MIB))
+    store.put_file("t", path, 17 * MIB, hashlib.sha256(bytes(17 * MIB)).hexdigest())
+    before = store.stat("t")
+    assert abs(before.modified - time.time()) < 60
+    deadline = time.monotonic() + 10
+    while store.stat("t").modified <= before.modified:  # its clock shows seconds
+        store.touch("t")
+        assert time.monotonic() < deadline
+    assert b"".join(store.read_range("t", 0, 17 * MIB)) == bytes(17 * MIB)
+    [listed] = store.list("t")
+    assert (listed.size, listed.modified) == (17 * MIB, pytest.approx(store.stat("t").modified, abs=1.0))
+    with pytest.raises(NotFound):
+        store.touch("nothing")
 
 
 def test_a_wrong_key_is_refused_without_naming_it(s3_settings: Settings) -> None:

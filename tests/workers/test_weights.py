@@ -1,29 +1,38 @@
 """Fetching weights from a real SeaweedFS: corrupt, truncated and missing objects, two at once, the store away."""
 
+import asyncio
+import errno
 import hashlib
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
+from faults.proxy import Proxy
 
 from shared import manifests, objects
-from shared.errors import Cancelled, ObjectsUnavailable, VersionFailed
+from shared.errors import Cancelled, ObjectsUnavailable, Unavailable, VersionFailed
 from shared.manifests import Manifest, ManifestFile
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, Version
 from shared.settings import MIB, Settings, to_environment
-from workers import weights
+from workers import download, weights
 from workers.cache import Cache
 
 CONFIG = b'{"model_type": "llama"}'
 WEIGHTS = b"".join(hashlib.sha256(str(number).encode()).digest() * 512 for number in range(256))  # 4 MiB
+
+
+SMALL_CHUNK_BYTES = MIB // 16
 
 
 @pytest.fixture
@@ -37,7 +46,8 @@ def settings(s3_settings: Settings, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def store(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    monkeypatch.setattr(objects, "RANGE_BYTES", MIB // 2)
+    monkeypatch.setattr(download, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
+    monkeypatch.setattr(objects, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
     store = ObjectStore(settings)
     store.ensure_bucket()
     return store
@@ -56,27 +66,34 @@ def publish(
         max_model_len=128,
         memory_bytes=len(WEIGHTS),
     )
-    for name, data in files.items():
-        store.put(manifests.object_key(model, version, name), data)
     raw = manifests.encode(manifest)
-    store.put(manifests.object_key(model, version, "manifest.json"), raw)
+    for data in (*files.values(), raw):
+        store.put(key_of(data), data)
     return Version(
         model=model, version=version, state="available", source="s3", manifest_sha256=manifests.sha256_of(raw)
     )
 
 
+def key_of(data: bytes) -> str:
+    return manifests.blob_key(hashlib.sha256(data).hexdigest())
+
+
 class Counting(ObjectStore):
     """A store that counts the bytes it gave and calls `before` ahead of each ranged read."""
 
-    read_bytes = 0
-    before: Callable[[], None] | None = None
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.read_bytes = 0
+        self.beginnings: Counter[str] = Counter()  # how often each object was read from its beginning
+        self.before: Callable[[], None] | None = None
 
-    def _read(self, key: str, offset: int, length: int) -> bytes:
+    def read_range(self, key: str, offset: int, length: int) -> Iterator[bytes]:
         if self.before is not None:
             self.before()
-        data = super()._read(key, offset, length)
-        self.read_bytes += len(data)
-        return data
+        self.beginnings[key] += offset == 0
+        for data in super().read_range(key, offset, length):
+            self.read_bytes += len(data)
+            yield data
 
 
 def test_files_arrive_verified_and_the_second_fetch_reads_nothing(store: ObjectStore, settings: Settings) -> None:
@@ -108,7 +125,7 @@ def test_versions_share_the_files_that_are_the_same(store: ObjectStore, settings
     [
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "sha256"),
         (lambda data: data[: len(data) // 2], f"{len(WEIGHTS) // 2} of {len(WEIGHTS)} bytes"),
-        (lambda _data: None, "has no models/org=2Fchat/v1/model.safetensors"),
+        (lambda _data: None, f"has no {key_of(WEIGHTS)}"),
     ],
     ids=["corrupt", "truncated", "missing"],
 )
@@ -116,7 +133,7 @@ def test_an_object_that_cannot_be_used_fails_for_good_and_is_served_to_nobody(
     store: ObjectStore, settings: Settings, damage: Callable[[bytes], bytes | None], reason: str
 ) -> None:
     version = publish(store)
-    key = manifests.object_key("org/chat", "v1", "model.safetensors")
+    key = key_of(WEIGHTS)
     damaged = damage(WEIGHTS)
     if damaged is None:
         store.remove(key)
@@ -125,15 +142,15 @@ def test_an_object_that_cannot_be_used_fails_for_good_and_is_served_to_nobody(
     counting = Counting(settings)
     with pytest.raises(VersionFailed, match=f"model.safetensors of org/chat@v1 cannot be used.*{reason}"):
         weights.fetch(version, counting, settings)
-    assert counting.read_bytes >= 2 * len(damaged or b"")  # it was read once more before the verdict
-    assert not any(path.stat().st_size > 1000 for path in (settings.cache_path / "blobs").iterdir())
+    assert counting.beginnings[key] == 2  # it was read once more before the verdict
+    assert {path.name for path in (settings.cache_path / "blobs").iterdir()} <= {key_of(CONFIG).removeprefix("blobs/")}
     store.put(key, WEIGHTS)
     assert (weights.fetch(version, store, settings) / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_an_object_that_is_whole_at_the_second_read_is_used(store: ObjectStore, settings: Settings) -> None:
     version = publish(store)
-    key = manifests.object_key("org/chat", "v1", "model.safetensors")
+    key = key_of(WEIGHTS)
     store.put(key, WEIGHTS[:-1] + b"?")
     counting = Counting(settings)
 
@@ -151,9 +168,10 @@ def test_a_manifest_that_is_not_the_registered_one_fails_for_good(
     store: ObjectStore, settings: Settings, manifest: bytes
 ) -> None:
     version = publish(store)
-    store.put(manifests.object_key("org/chat", "v1", "manifest.json"), manifest)
+    store.put(manifests.blob_key(version.manifest_sha256), manifest)
     with pytest.raises(VersionFailed, match="manifest of org/chat@v1"):
         weights.fetch(version, store, settings)
+    store.put(key_of(manifest), manifest)
     same = msgspec.structs.replace(version, manifest_sha256=manifests.sha256_of(manifest))
     with pytest.raises(VersionFailed, match="manifest of org/chat@v1"):
         weights.fetch(same, store, settings)
@@ -166,54 +184,169 @@ def test_a_manifest_cannot_name_a_path() -> None:
         manifests.decode(manifests.encode(manifest))
 
 
-def test_two_workers_at_once_read_every_file_once(store: ObjectStore, settings: Settings) -> None:
-    version = publish(store)
-    both = threading.Barrier(2)
-    stores = [Counting(settings), Counting(settings)]
-    paths: list[Path] = []
+class Meter(Proxy):
+    """Between clients and a store: counts what the store sends."""
 
-    def one(counting: Counting) -> None:
-        both.wait(5)
-        paths.append(weights.fetch(version, counting, settings))
+    sent_bytes = 0
 
-    threads = [threading.Thread(target=one, args=[counting]) for counting in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(paths) == 2
-    assert paths[0] == paths[1]
-    assert (paths[0] / "model.safetensors").read_bytes() == WEIGHTS
-    manifest_bytes = 2 * (paths[0] / "manifest.json").stat().st_size
-    assert sum(counting.read_bytes for counting in stores) <= len(WEIGHTS) + len(CONFIG) + manifest_bytes
+    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_store = writer.get_extra_info("sockname")[1] == self.port
+        while data := await reader.read(MIB):
+            self.sent_bytes += len(data) if from_store else 0
+            writer.write(data)
+            await writer.drain()
 
 
-def test_a_killed_fetch_frees_its_lock_and_the_next_goes_on_where_it_was(
-    store: ObjectStore, settings: Settings, tmp_path: Path
-) -> None:
-    version = publish(store)
-    script = """
-import os, signal, sys, msgspec
+@pytest.fixture
+def meter(settings: Settings) -> Iterator[Meter]:
+    """A meter on the way to the store, at `port`."""
+    target = urlsplit(settings.s3_endpoint)
+    meter = Meter((str(target.hostname), int(target.port or 0)))
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(meter.start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield meter
+    asyncio.run_coroutine_threadsafe(meter.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+FETCH = """
+import os, signal, sys
 from shared import objects, records, settings
-from workers import weights
-objects.RANGE_BYTES = 1 << 19
+from workers import download, weights
+objects.CHUNK_BYTES = download.CHUNK_BYTES = 1 << 16
+kill_at = int(sys.argv[1])
 def on_progress(done, total):
-    if done > total / 2:
+    if done >= kill_at:
         os.kill(os.getpid(), signal.SIGKILL)
 settings = settings.load()
-weights.fetch(records.decode_version(sys.stdin.buffer.read()), objects.ObjectStore(settings), settings, on_progress)
+version = records.decode_version(sys.stdin.buffer.read())
+print(weights.fetch(version, objects.ObjectStore(settings), settings, on_progress))
 """
-    killed = subprocess.run(
-        [sys.executable, "-c", script],
-        input=msgspec.json.encode(version),
+
+
+def start_fetch(version: Version, settings: Settings, kill_at: int = 1 << 40) -> subprocess.Popen[bytes]:
+    """A process that fetches, and kills itself once it has so many bytes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", FETCH, str(kill_at)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env=os.environ | to_environment(settings) | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        check=False,
-        timeout=60,
     )
+
+
+def test_two_workers_that_start_together_read_every_file_once(
+    store: ObjectStore, settings: Settings, meter: Meter
+) -> None:
+    version = publish(store)
+    through = msgspec.structs.replace(settings, s3_endpoint=f"http://127.0.0.1:{meter.port}")
+    workers = [start_fetch(version, through) for _ in range(2)]
+    paths = [worker.communicate(msgspec.json.encode(version), timeout=60)[0].split()[-1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert paths[0] == paths[1]
+    assert (Path(paths[0].decode()) / "model.safetensors").read_bytes() == WEIGHTS
+    assert len(WEIGHTS) < meter.sent_bytes < 1.1 * len(WEIGHTS)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.6, 0.999])
+def test_a_killed_fetch_frees_its_lock_and_the_next_reads_only_what_is_missing(
+    store: ObjectStore, settings: Settings, part: float
+) -> None:
+    version = publish(store)
+    killed = start_fetch(version, settings, int(part * len(WEIGHTS)))
+    killed.communicate(msgspec.json.encode(version), timeout=60)
     assert killed.returncode == -9
+    journal = Cache(settings.cache_path, 0, 0.0).journal(key_of(WEIGHTS).removeprefix("blobs/"))
+    here = journal.read_bytes()[download.HEAD_BYTES :].count(1) * SMALL_CHUNK_BYTES
+    assert here >= part * len(WEIGHTS) - weights.READERS * SMALL_CHUNK_BYTES
     counting = Counting(settings)
     assert (weights.fetch(version, counting, settings) / "model.safetensors").read_bytes() == WEIGHTS
-    assert counting.read_bytes < 0.7 * len(WEIGHTS)
+    assert counting.read_bytes - len(CONFIG) * counting.beginnings[key_of(CONFIG)] == len(WEIGHTS) - here
+    assert not list((settings.cache_path / "blobs").glob("*.*"))
+
+
+def test_what_no_journal_vouches_for_is_read_again(store: ObjectStore, settings: Settings) -> None:
+    version = publish(store)
+    cache = Cache(settings.cache_path, settings.cache_bytes_max, 0.0)
+    name = key_of(WEIGHTS).removeprefix("blobs/")
+    cache.partial(name).write_bytes(bytes(len(WEIGHTS)))  # one large hole
+    cache.journal(name).write_bytes(b"%016d" % (2 * SMALL_CHUNK_BYTES) + b"\1" * 32)  # of chunks of another size
+    assert (weights.fetch(version, store, settings) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_journal_that_says_too_much_is_found_out(store: ObjectStore, settings: Settings) -> None:
+    version = publish(store)
+    cache = Cache(settings.cache_path, settings.cache_bytes_max, 0.0)
+    name = key_of(WEIGHTS).removeprefix("blobs/")
+    cache.partial(name).write_bytes(bytes(len(WEIGHTS)))  # as after a loss of power
+    cache.journal(name).write_bytes(b"%016d" % SMALL_CHUNK_BYTES + b"\1" * 64)
+    assert (weights.fetch(version, store, settings) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_after_a_boot_of_the_host_files_are_hashed_once_more(store: ObjectStore, settings: Settings) -> None:
+    version = publish(store)
+    directory = weights.fetch(version, store, settings)
+    (directory / "model.safetensors").write_bytes(bytes(len(WEIGHTS)))
+    assert (
+        weights.fetch(version, store, settings) / "model.safetensors"
+    ).read_bytes() != WEIGHTS  # of this boot: trusted
+    before_boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - 60
+    for path in (directory, *(settings.cache_path / "blobs").iterdir()):
+        os.utime(path, (before_boot, before_boot))
+    counting = Counting(settings)
+    assert (weights.fetch(version, counting, settings) / "model.safetensors").read_bytes() == WEIGHTS
+    assert counting.read_bytes == len(WEIGHTS)  # and not the other file
+
+
+def test_a_full_disk_is_told_as_such(store: ObjectStore, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = publish(store)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(Unavailable, match=r"no room .*: No space left on device"):
+            weights.fetch(version, store, settings)
+    assert (weights.fetch(version, store, settings) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_one_file_that_cannot_be_used_ends_the_whole_fetch(store: ObjectStore, settings: Settings) -> None:
+    files = {f"model-{number}.safetensors": WEIGHTS + bytes([number]) for number in range(3)}
+    version = publish(store, files=files)
+    store.put(key_of(files["model-0.safetensors"]), WEIGHTS + b"?")
+    counting = Counting(settings)
+    with pytest.raises(VersionFailed, match=r"model-0.safetensors of org/chat@v1 cannot be used: its sha256"):
+        weights.fetch(version, counting, settings)
+    for number, data in files.items():
+        assert counting.beginnings[key_of(data)] <= 2, number
+    store.put(key_of(files["model-0.safetensors"]), files["model-0.safetensors"])
+    directory = weights.fetch(version, store, settings)
+    assert {name: (directory / name).read_bytes() for name in files} == files
+
+
+def test_a_fetch_holds_a_few_chunks_in_memory_however_large_the_file(settings: Settings, tmp_path: Path) -> None:
+    store = ObjectStore(settings)
+    store.ensure_bucket()
+    size = 32 * MIB
+    path = tmp_path / "large"
+    path.write_bytes(bytes(size))
+    large = ManifestFile("w", size, hashlib.sha256(bytes(size)).hexdigest())
+    store.put_file(manifests.blob_key(large.sha256), path, size, large.sha256)
+    manifest = Manifest(model="m", version="v", files=[large], engine=EngineSettings(), max_model_len=1, memory_bytes=0)
+    raw = manifests.encode(manifest)
+    store.put(key_of(raw), raw)
+    version = Version(model="m", version="v", state="available", source="s3", manifest_sha256=manifests.sha256_of(raw))
+    tracemalloc.start()
+    try:
+        weights.fetch(version, store, settings)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * (weights.READERS + weights.FILES_AT_ONCE) * download.CHUNK_BYTES  # 12 MiB
 
 
 def test_a_store_that_goes_away_is_waited_for(object_server: tuple[Any, Settings], tmp_path: Path) -> None:

@@ -1,87 +1,63 @@
-"""Versions, aliases and routes: what `headrace models` writes.
+"""Versions, aliases and routes: what `headrace models` and `/v1/models` write.
 
-A version is immutable: its files, engine settings and limits never change under its name. Files go to the object store
-first and the record comes last, so that a record always has its files. The controller's loop turns `registered` into
-`available`, or into `failed` with a reason.
+What a version is never changes under its name: its source, and the sha256 of its manifest, which holds files and engine
+settings as they were pushed. Files go to the object store first and the record comes after them. The controller's loop turns
+`registered` into `available`, or into `failed` with a reason; a version that was removed stays `retired` for a while.
 """
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 from msgspec.structs import replace
 
-from controller import packing
-from controller.packing import OnProgress
-from shared import manifests, records, subjects
+from shared import records, subjects
 from shared.bus import Bus
 from shared.config import check_limits
-from shared.errors import BadRequest, Conflict, Internal, ModelNotFound, Unavailable, VersionFailed, VersionNotFound
-from shared.objects import ObjectStore
-from shared.records import EngineSettings, Record, Route, Version, VersionLimits, Weight
+from shared.errors import (
+    BadRequest,
+    Conflict,
+    Internal,
+    ModelNotFound,
+    Unavailable,
+    VersionFailed,
+    VersionInUse,
+    VersionNotFound,
+    VersionRetired,
+)
+from shared.records import Lease, Record, Route, Version, Weight
 
 log = logging.getLogger(__name__)
 
 SIMULATED = "sim:"
+STORED = "s3"  # the source of a version whose files are in the object store
 STABLE = "stable"
 RESERVED_ALIASES = {STABLE, "canary"}
 ALL_TRAFFIC = 10_000  # basis points
 WRITE_TRIES_MAX = 10
 
 
-async def push(
-    bus: Bus,
-    objects: ObjectStore,
-    source: str,
-    model: str,
-    version: str,
-    *,
-    engine: EngineSettings | None = None,
-    limits: VersionLimits | None = None,
-    max_model_len: int = 0,
-    on_progress: OnProgress = lambda _done, _total: None,
-) -> Version:
-    """Register `model@version` from a directory (Hugging Face layout, safetensors) or from "sim:PROFILE".
+async def register(bus: Bus, record: Version) -> Version:
+    """Write a version's record, and the route if it is the model's first: that gets all traffic and the alias `stable`.
 
-    The first version of a model gets all its traffic and the alias `stable`. `max_model_len` (tokens) is for simulated
-    models; others say it in their config.json. Pushing the same again is fine, and gives a failed version another try.
-
-    Raises BadRequest (names, files), Conflict (the version exists and is another), ObjectsUnavailable or Unavailable.
+    The record as it is now: the same version again is fine and changes nothing, other than that a failed one, and one that
+    was removed, gets another try. Raises BadRequest (names, limits), Conflict (the version is another) or Unavailable.
     """
-    check_names(model, version)
-    check_limits(limits or VersionLimits())
-    record = Version(
-        model=model,
-        version=version,
-        state="registered",
-        source=source if source.startswith(SIMULATED) else "s3",
-        max_model_len=max_model_len,
-        engine=engine or EngineSettings(),
-        limits=limits or VersionLimits(),
-        created=int(time.time()),
-    )
-    await bus.ensure()
+    check_names(record.model, record.version)
+    check_limits(record.limits)
+    await check_no_alias(bus, record.model, record.version)
+    written = await _write_version(bus, record)
+    await _write_first_route(bus, record.model, record.version)
+    return written
+
+
+async def check_no_alias(bus: Bus, model: str, version: str) -> None:
+    """Raises BadRequest for a version's name that is an alias of the model."""
     route = await find_route(bus, model)
     if route is not None and version in route.aliases:
         raise BadRequest(f"{version} is an alias of {model} and cannot be a version too", param="version")
-    directory = Path(source)
-    manifest = None
-    if record.source == "s3":
-        manifest = await asyncio.to_thread(packing.read_directory, directory, record, on_progress)
-        digest = manifests.sha256_of(manifests.encode(manifest))
-        record = replace(record, manifest_sha256=digest, max_model_len=manifest.max_model_len)
-
-    existing = await find_version(bus, model, version)
-    if existing is None or existing.state == "failed":
-        if existing is not None:
-            check_same(existing, record)
-        if manifest is not None:
-            await asyncio.to_thread(packing.upload, objects, directory, manifest, on_progress)
-    record = await _write_version(bus, record)
-    await _write_first_route(bus, model, version)
-    return record
 
 
 def check_names(model: str, version: str) -> None:
@@ -93,18 +69,12 @@ def check_names(model: str, version: str) -> None:
 
 
 def check_same(existing: Version, pushed: Version) -> None:
-    """Raises Conflict, saying what differs, unless both are the same version."""
-    fields = {
-        "files": existing.source == pushed.source and existing.manifest_sha256 == pushed.manifest_sha256,
-        "engine settings": existing.engine == pushed.engine,
-        "limits": existing.limits == pushed.limits,
-    }
-    if not fields["engine settings"]:  # they are part of the manifest, so it says nothing about the files
-        del fields["files"]
-    if different := [name for name, same in fields.items() if not same]:
+    """Raises Conflict unless both are the same version. What can be changed while it runs plays no part."""
+    if (existing.source, existing.manifest_sha256) != (pushed.source, pushed.manifest_sha256):
         name = f"{existing.model}@{existing.version}"
+        was = "was removed and had" if existing.state == "retired" else "exists with"
         raise Conflict(
-            f"{name} exists with other {' and '.join(different)}; a version never changes: push under a new version",
+            f"{name} {was} other files or engine settings; a version never changes: push under a new version",
             param="version",
         )
 
@@ -169,8 +139,12 @@ async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Ro
         raise BadRequest(f"{alias} is a version of {model} and cannot be an alias too", param="alias")
     if await find_route(bus, model) is None:
         raise ModelNotFound(f"there is no model {model}", param="model")
-    if version is not None and await find_version(bus, model, version) is None:
-        raise VersionNotFound(f"{model} has no version {version}", param="version")
+    if version is not None:
+        target = await find_version(bus, model, version)
+        if target is None:
+            raise VersionNotFound(f"{model} has no version {version}", param="version")
+        if target.state == "retired":
+            raise VersionRetired(f"{model}@{version} was removed", param="version")
     key = subjects.key(model)
     for _ in range(WRITE_TRIES_MAX):
         found = await bus.kv_get(subjects.ROUTES_BUCKET, key)
@@ -186,8 +160,75 @@ async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Ro
     raise Unavailable(f"the route of {model} changed with every try to write it")
 
 
+async def remove(bus: Bus, model: str, version: str | None = None) -> list[Version]:
+    """Take a version, or all of a model, out of service; their records as they were. Their files are the caller's to delete.
+
+    Requests are answered `version_retired` until the controller forgets the name. The last version of a model takes the
+    route with it. Raises ModelNotFound, VersionNotFound, VersionRetired, or VersionInUse, which says by what.
+    """
+    known = {record.version: record for record in await list_versions(bus, model)}
+    live = [record for record in known.values() if record.state != "retired"]
+    if not known or (version is None and not live):
+        raise ModelNotFound(f"there is no model {model}", param="model")
+    if version is not None and version not in known:
+        raise VersionNotFound(f"{model} has no version {version}", param="version")
+    doomed = live if version is None else [record for record in live if record.version == version]
+    if not doomed:
+        raise VersionRetired(f"{model}@{version} was removed before", param="version")
+    last = len(doomed) == len(live)
+    route = await bus.kv_get(subjects.ROUTES_BUCKET, subjects.key(model))
+    for record in doomed:
+        await _check_unused(bus, record, None if last or route is None else records.decode_route(route[0]))
+    for record in doomed:
+        await _retire(bus, record)
+    if last and route is not None:
+        await bus.kv_delete(subjects.ROUTES_BUCKET, subjects.key(model), route[1])
+    return doomed
+
+
+async def _retire(bus: Bus, record: Version) -> None:
+    key = subjects.key(record.model, record.version)
+    for _ in range(WRITE_TRIES_MAX):
+        found = await bus.kv_get(subjects.MODELS_BUCKET, key)
+        if found is None:
+            return
+        retired = replace(records.decode_version(found[0]), state="retired", reason="", retired=int(time.time()))
+        if await bus.kv_update(subjects.MODELS_BUCKET, key, records.encode(retired), found[1]) is not None:
+            return
+    raise Unavailable(f"the record of {record.model}@{record.version} changed with every try to write it")
+
+
+def uses(version: str, route: Route | None, leases: list[Lease], requests: int) -> list[str]:
+    """What a version is in use by, in words. `leases` are its workers', `requests` those stored and not answered."""
+    found = []
+    if route is not None:
+        found += [
+            f"the alias {alias} points at it" for alias in sorted(route.aliases) if route.aliases[alias] == version
+        ]
+        points = sum(weight.basis_points for weight in route.weights if weight.version == version)
+        found += [f"{points / 100:g}% of the model's traffic goes to it"] if points else []
+    states = Counter(lease.state for lease in leases if lease.state != "failed")
+    found += [f"workers: {count} {state}" for state, count in sorted(states.items())]
+    found += [f"requests that are not answered yet: {requests}"] if requests else []
+    return found
+
+
+async def _check_unused(bus: Bus, record: Version, route: Route | None) -> None:
+    name = (record.model, record.version)
+    leases = [
+        lease
+        for lease in await read_bucket(bus, subjects.WORKERS_BUCKET, records.lease_at)
+        if (lease.model, lease.version) == name
+    ]
+    lane = subjects.requests_of_lane(*name, subjects.LANE_FAST)
+    consumer = await bus.consumer_info(subjects.REQ_STREAM, subjects.consumer(subjects.LANE_FAST, lane))
+    requests = consumer.num_pending + consumer.num_ack_pending if consumer else 0
+    if found := uses(record.version, route, leases, requests):
+        raise VersionInUse(f"{record.model}@{record.version} is in use: {'; '.join(found)}", param="version")
+
+
 async def _write_version(bus: Bus, record: Version) -> Version:
-    """Create the record, or find it there already; a failed one gets another try. Raises Conflict."""
+    """Create the record, or find it there already; a failed or retired one gets another try. Raises Conflict."""
     key = subjects.key(record.model, record.version)
     for _ in range(WRITE_TRIES_MAX):
         found = await bus.kv_get(subjects.MODELS_BUCKET, key)
@@ -197,9 +238,9 @@ async def _write_version(bus: Bus, record: Version) -> Version:
             continue
         existing = records.decode_version(found[0])
         check_same(existing, record)
-        if existing.state != "failed":
+        if existing.state not in ("failed", "retired"):
             return existing
-        again = replace(existing, state="registered", reason="")
+        again = replace(existing, state="registered", reason="", retired=0)
         if await bus.kv_update(subjects.MODELS_BUCKET, key, records.encode(again), found[1]) is not None:
             return again
     raise Unavailable(f"the record of {record.model}@{record.version} changed with every try to write it")

@@ -1,0 +1,210 @@
+"""Registering versions and moving aliases over HTTP, on a real nats-server and a real SeaweedFS."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from headrace.push import push
+from ingress.app import build_app
+from ingress.context import Context
+from ingress.keys import Keys
+from ingress.registrar import Registrar
+from ingress.router import Router
+from shared import blobs, manifests, registry
+from shared.bus import Bus
+from shared.dispatch import Dispatcher
+from shared.manifests import Manifest, ManifestFile
+from shared.objects import ObjectStore
+from shared.records import EngineSettings, VersionLimits
+from shared.settings import Settings
+
+CONFIG = json.dumps({"max_position_embeddings": 512}).encode()
+
+
+@pytest.fixture
+def settings(nats_url: str, s3_settings: Settings) -> Settings:
+    return replace(s3_settings, nats_url=nats_url, s3_bucket=f"test-{secrets.token_hex(6)}")
+
+
+@pytest.fixture
+def model() -> str:
+    return f"org/m-{secrets.token_hex(4)}"
+
+
+def run(settings: Settings, work: Callable[[httpx.AsyncClient, Bus], Awaitable[None]]) -> None:
+    """Run `work` with a client of an ingress's application and with a bus."""
+
+    async def main() -> None:
+        bus = await Bus.connect(settings, "test")
+        try:
+            await bus.ensure()
+            context = Context(
+                settings,
+                Router(),
+                Dispatcher(bus, settings),
+                Keys(bus, settings),
+                Registrar(bus, settings),
+                lambda: True,
+            )
+            transport = httpx.ASGITransport(build_app(context))
+            async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
+                await work(client, bus)
+        finally:
+            await bus.close()
+
+    asyncio.run(main())
+
+
+def refusal(response: httpx.Response) -> tuple[int, Any, Any]:
+    error = response.json()["error"]
+    return response.status_code, error["code"], error["param"]
+
+
+def test_a_simulated_version_is_registered_once(settings: Settings, model: str) -> None:
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        route = f"/v1/models/{model.replace('/', '%2F')}/versions"
+        body = {"version": "v1", "source": "sim:zero", "engine": {"slots": 4}, "limits": {"max_replicas": 2}}
+        made = await client.post(route, json=body)
+        entry = {"version": "v1", "traffic_pct": 100.0, "state": "registered"}
+        assert (made.status_code, made.json() | entry) == (201, made.json())
+        found = await registry.find_version(bus, model, "v1")
+        assert found is not None
+        assert (found.engine, found.limits) == (EngineSettings(slots=4), VersionLimits(max_replicas=2))
+        assert found.manifest_sha256 == made.json()["manifest_sha256"]
+        pushed = await push(bus, ObjectStore(settings), "sim:zero", model, "v1", engine=EngineSettings(slots=4))
+        assert pushed == found  # by any way it is the same version
+        again = await client.post(route, json=body | {"limits": {"max_replicas": 3}})
+        assert again.json() == made.json()
+        other = await client.post(route, json=body | {"engine": {"slots": 5}})
+        assert refusal(other) == (409, "version_exists", "version")
+        assert other.headers["x-should-retry"] == "false"
+
+    run(settings, work)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"source": "sim:zero"}, "version"),
+        ({"version": "stable", "source": "sim:zero"}, "version"),
+        ({"version": "a@b", "source": "sim:zero"}, "version"),
+        ({"version": "v1", "source": "gs://x"}, "source"),
+        ({"version": "v1", "source": "sim:zero", "manifest_sha256": "0" * 64}, "manifest_sha256"),
+        ({"version": "v1", "source": "s3"}, "manifest_sha256"),
+        ({"version": "v1", "source": "s3", "manifest_sha256": "0" * 64}, "manifest_sha256"),
+        ({"version": "v1", "source": "sim:zero", "engine": {"colour": "red"}}, "engine"),
+        ({"version": "v1", "source": "sim:zero", "limits": {"min_replicas": 2, "max_replicas": 1}}, "limits"),
+        ({"version": "v1", "source": "sim:zero", "weights": 3}, None),
+    ],
+)
+def test_what_is_wrong_is_refused_by_its_place(settings: Settings, model: str, body: Any, param: str | None) -> None:
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        ObjectStore(settings).ensure_bucket()
+        answer = await client.post(f"/v1/models/{model}/versions", json=body)
+        assert refusal(answer) == (400, "invalid_request", param)
+        assert await registry.list_versions(bus, model) == []
+
+    run(settings, work)
+
+
+def put_by_hand(objects: ObjectStore, model: str, version: str) -> Manifest:
+    """What somebody does with another tool: files under their sha256, the manifest under the version's name."""
+    objects.ensure_bucket()
+    files = {"config.json": CONFIG, "model.safetensors": secrets.token_bytes(1000)}
+    for data in files.values():
+        objects.put(manifests.blob_key(manifests.sha256_of(data)), data)
+    manifest = Manifest(
+        model=model,
+        version=version,
+        files=[ManifestFile(name, len(data), manifests.sha256_of(data)) for name, data in files.items()],
+        engine=EngineSettings(slots=4),
+        max_model_len=0,
+        memory_bytes=1000,
+    )
+    objects.put(manifests.manifest_key(model, version), manifests.encode(manifest))
+    return manifest
+
+
+def test_files_that_are_in_the_store_become_a_version_and_another_with_other_settings(
+    settings: Settings, model: str
+) -> None:
+    objects = ObjectStore(settings)
+    manifest = put_by_hand(objects, model, "v1")
+
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        route = f"/v1/models/{model}/versions"
+        made = await client.post(route, json={"version": "v1", "source": "s3"})
+        assert made.status_code == 201, made.text
+        first = await registry.find_version(bus, model, "v1")
+        assert first is not None
+        assert (first.engine, first.max_model_len) == (EngineSettings(slots=4), 512)
+        blobs.verifier(settings)(first)
+        assert (await client.post(route, json={"version": "v1", "source": "s3"})).json() == made.json()
+
+        same_files = {"version": "v2", "source": "s3", "manifest_sha256": made.json()["manifest_sha256"]}
+        made = await client.post(route, json=same_files | {"engine": {"max_model_len": 64}})
+        assert (made.status_code, made.json()["traffic_pct"]) == (201, 0.0)
+        second = await registry.find_version(bus, model, "v2")
+        assert second is not None
+        assert (second.engine, second.max_model_len) == (EngineSettings(max_model_len=64), 64)
+        blobs.verifier(settings)(second)
+        assert blobs.read_manifest(objects, second.manifest_sha256)[0].files == manifest.files
+        too_long = await client.post(route, json=same_files | {"version": "v3", "engine": {"max_model_len": 513}})
+        assert refusal(too_long) == (400, "invalid_request", "engine")
+
+    run(settings, work)
+
+
+def test_a_manifest_whose_files_are_not_there_is_refused(settings: Settings, model: str) -> None:
+    objects = ObjectStore(settings)
+    manifest = put_by_hand(objects, model, "v1")
+    objects.remove(manifests.blob_key(manifest.files[1].sha256))
+
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        answer = await client.post(f"/v1/models/{model}/versions", json={"version": "v1", "source": "s3"})
+        assert refusal(answer) == (400, "invalid_request", "manifest_sha256")
+        assert "model.safetensors" in answer.text
+
+    run(settings, work)
+
+
+def test_aliases_are_moved_and_removed(settings: Settings, model: str) -> None:
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        for version in ("v1", "v2"):
+            await client.post(f"/v1/models/{model}/versions", json={"version": version, "source": "sim:zero"})
+        aliases = f"/v1/models/{model}/aliases"
+        moved = await client.put(f"{aliases}/beta", json={"version": "v2"})
+        assert (moved.status_code, moved.json()) == (200, {"model": model, "aliases": {"stable": "v1", "beta": "v2"}})
+        assert (await client.delete(f"{aliases}/beta")).json()["aliases"] == {"stable": "v1"}
+        assert refusal(await client.delete(f"{aliases}/stable")) == (400, "invalid_request", "alias")
+        assert refusal(await client.put(f"{aliases}/beta", json={"version": "v9"})) == (
+            404,
+            "version_not_found",
+            "version",
+        )
+        assert refusal(await client.put(f"{aliases}/v1", json={"version": "v2"})) == (400, "invalid_request", "alias")
+        nobody = await client.put("/v1/models/nobody/aliases/beta", json={"version": "v1"})
+        assert refusal(nobody) == (404, "model_not_found", "model")
+        assert (await client.put(f"{aliases}/beta", content=b"{")).status_code == 400
+        assert (await client.get(f"{aliases}/beta")).status_code == 404
+
+    run(settings, work)
+
+
+def test_the_document_describes_them(settings: Settings) -> None:
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        document = (await client.get("/openapi.json")).json()
+        versions = document["paths"]["/v1/models/{model}/versions"]
+        assert {"get", "post"} <= versions.keys()
+        body = versions["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": "#/components/schemas/NewVersion"}
+        assert {"put", "delete"} == document["paths"]["/v1/models/{model}/aliases/{alias}"].keys()
+        assert {"NewVersion", "AliasTarget", "Aliases", "EngineSettings"} <= document["components"]["schemas"].keys()
+
+    run(settings, work)
