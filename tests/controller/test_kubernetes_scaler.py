@@ -212,6 +212,7 @@ def test_a_kill_waits_for_the_nodes_word_and_not_for_ever(tmp_path: Path) -> Non
         assert by_worker[obeys].code == -9
         assert by_worker[obeys].killed_because == "it was silent"
         assert (by_worker[hangs].code, by_worker[hangs].asked) == (None, True)
+        assert not by_worker[hangs].outside  # it ran: that it hung is its own doing
         failure = judge(by_worker[obeys], None, was_active=False)
         assert failure is not None
         assert failure.kind == "timeout"
@@ -314,7 +315,7 @@ def test_a_new_controller_has_the_pods_of_the_one_before_and_knows_dead_workers_
         serving, warm, over = first.start("org/chat", "v1"), first.start("", ""), first.start("chat", "v2")
         for worker in (serving, warm, over):
             bench.api.run(await bench.made(worker))
-        bench.api.page_max = 2  # the list comes in pages
+        bench.api.page_max = 1  # the list comes in pages
         await first.close()
         bench.api.end(await bench.made(over), 7)
         second = await bench.open()
