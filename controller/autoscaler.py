@@ -79,9 +79,11 @@ class Snapshot(Struct, frozen=True):
 
 class Policy(Struct, frozen=True, kw_only=True):
     target_utilisation: float = 0.7  # of the slots
+    down_margin: float = 0.1  # fewer replicas only if they would do for so much more, too
     down_window_s: float = 30.0  # fewer replicas only when the need was lower for this long, or for a cold start
     cold_start_s: float = 10.0  # where none was measured
-    drain_share: float = 1.0  # of a cold start: how long a backlog may take to clear once there is room for it
+    blind_growth: int = 4  # times the replicas that serve, at most, until it is known how long they take for a request
+    drain_share: float = 0.5  # of a cold start: how long a backlog may take to clear once there is room for it
     ttft_share: float = 0.5  # of the target for the first token: who waits longer in the queue calls for a replica
     turn_s: float = 60.0  # where devices are short: who has none of those of its priority waits so long,
     turn_min_s: float = 30.0  # and who got one serves with it for so long at least
@@ -138,8 +140,8 @@ def decide(snapshot: Snapshot, now: float, policy: Policy | None = None) -> list
 def load(facts: VersionFacts, policy: Policy) -> tuple[float, str]:
     """The slots that a version's work asks for at the target utilisation, and which signal says so.
 
-    Served work is what is in the batches, or rate x time in a slot (Little) where that is more: a rise shows in the rate
-    before it shows in the batches. What waits, and what will have come beyond the present capacity when a cold start is
+    Served work is rate x time in a slot (Little), which shows a rise before the batches do, or what is in the batches, if
+    that would not even fit into full ones, or where the rate is not known. What waits, and what will have come beyond the present capacity when a cold start is
     over, has to clear within the TTFT target, or within a share of a cold start where that is longer: requests that wait
     for a start are late whatever is started, and more replicas than that would be started for them alone.
     """
@@ -147,22 +149,20 @@ def load(facts: VersionFacts, policy: Policy) -> tuple[float, str]:
         return 0.0, "lag_unknown"
     total = _work(facts)
     waiting = min(total, facts.lag.pending + facts.stranded + facts.unbatched)
-    served, reason = float(total - waiting), "work"
-    backlog, service_s, slots = float(waiting), facts.service_s, slots_of(facts)
-    cold_start_s = policy.cold_start_s if facts.cold_start_s is None else facts.cold_start_s
-    at_once = 1.0  # requests that one slot takes before the backlog has to be clear
-    if service_s:
+    batched, service_s, slots = float(total - waiting), facts.service_s, slots_of(facts)
+    if service_s is None or facts.rate is None:
+        work, reason = batched + waiting, "work"
+    else:
+        cold_start_s = policy.cold_start_s if facts.cold_start_s is None else facts.cold_start_s
         budget_s = max(facts.ttft_s or 0.0, policy.drain_share * cold_start_s)
-        at_once = max(1.0, budget_s / service_s)
-        if facts.rate is not None:
-            if facts.rate * service_s > served + waiting:
-                served, reason = facts.rate * service_s, "rate"
-            if any(replica.active for replica in facts.replicas):
-                capacity = (len(facts.replicas) + facts.spares) * slots / service_s
-                backlog += max(0.0, facts.rate - capacity) * cold_start_s
-    if backlog / at_once > served:
-        reason = "drain" if backlog > waiting else "work"
-    work = served + backlog / at_once
+        at_once = max(1.0, budget_s / service_s)  # requests that a slot takes until the backlog has to be clear
+        backlog, steady = float(waiting), facts.rate * service_s
+        if any(replica.active for replica in facts.replicas):
+            capacity = (len(facts.replicas) + facts.spares) * slots / service_s
+            backlog += max(0.0, facts.rate - capacity) * cold_start_s
+        work, reason = steady + backlog / at_once, "rate" if backlog / at_once <= steady else "drain"
+        if batched * policy.target_utilisation > work:  # in batches that are full: the headroom is for the mean
+            work, reason = batched * policy.target_utilisation, "work"
     late = facts.lag.pending > 0 and facts.ttft_s is not None and facts.oldest_s > policy.ttft_share * facts.ttft_s
     if late and slots and facts.replicas and all(replica.active for replica in facts.replicas):
         one_more = (len(facts.replicas) + 1) * slots * policy.target_utilisation
@@ -222,7 +222,8 @@ def _desired(facts: VersionFacts, now: float, policy: Policy) -> tuple[int, list
         return wanted, [*reasons, "idle"]
     window_s = max(policy.down_window_s, facts.cold_start_s or 0.0)
     recent = [sample.work for sample in facts.history if sample.at > now - window_s]
-    lately = _bounded(facts, _need(facts, max(recent), "", policy)[0])[0] if recent else wanted
+    peak = max([work, *recent]) * (1 + policy.down_margin)
+    lately = _bounded(facts, _need(facts, peak, "", policy)[0])[0]
     if now - facts.known_since < window_s:  # what was needed before is not known
         lately = max(lately, _bounded(facts, current)[0])
     if lately > wanted:
@@ -242,7 +243,10 @@ def _need(facts: VersionFacts, work: float, reason: str, policy: Policy) -> tupl
         return 0, ["no_work"]
     slots = slots_of(facts)
     need = math.ceil(work / (slots * policy.target_utilisation) - ROUNDING) if slots else 1
-    if any(replica.active and replica.slots > 0 for replica in facts.replicas):
+    serving = sum(replica.active and replica.slots > 0 for replica in facts.replicas)
+    if serving and facts.service_s is None:  # how much a replica does is not known
+        need = min(need, max(policy.blind_growth * serving, len(facts.replicas)))
+    if serving:
         return max(1, need), [reason]
     at_hand = min(need, len(facts.replicas) + facts.spares)
     if not facts.replicas:

@@ -8,7 +8,7 @@ from math import sqrt
 
 from msgspec import Struct
 
-RATE_S = 10.0  # the rate is taken over so long,
+RATE_S = 20.0  # the rate is taken over so long,
 JUMP_S = 2.0  # and over so long where a rise is beyond doubt
 DOUBT = 2.0  # standard deviations of a Poisson count
 SERVICE_S = 60.0  # the time in a slot is taken over so long

@@ -62,7 +62,7 @@ def replays(scale: float) -> dict[str, Scenario]:
     fleet = FleetSpec(workers=workers, profile="a100-40g-13b", kv_dtype="8-bit", autoscale=True, min_workers=1)
 
     def replay(name: str, seconds: float, faults: list[Fault] | None = None, **traffic: object) -> Scenario:
-        given = Traffic(**({"rate": rate} | traffic))
+        given = Traffic(**({"rate": rate, "tenants": 20} | traffic))
         return Scenario(
             name=name, traffic=[given], seconds=seconds, fleet=fleet, engine=ENGINE, faults=faults or [], seed=3
         )
