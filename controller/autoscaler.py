@@ -140,10 +140,10 @@ def decide(snapshot: Snapshot, now: float, policy: Policy | None = None) -> list
 def load(facts: VersionFacts, policy: Policy) -> tuple[float, str]:
     """The slots that a version's work asks for at the target utilisation, and which signal says so.
 
-    Served work is rate x time in a slot (Little), which shows a rise before the batches do, or what is in the batches, if
-    that would not even fit into full ones, or where the rate is not known. What waits, and what will have come beyond the present capacity when a cold start is
-    over, has to clear within the TTFT target, or within a share of a cold start where that is longer: requests that wait
-    for a start are late whatever is started, and more replicas than that would be started for them alone.
+    Served work is rate x time in a slot (Little), which shows a rise before the batches do; or what is in the batches, if
+    that would not even fit into full ones, or if the rate is not known. What waits, and what will have come beyond the
+    present capacity when a cold start is over, has to clear within the TTFT target, or within a share of a cold start where
+    that is longer: who waits for a start is late whatever is started, and more would be started for those alone.
     """
     if facts.lag is None:
         return 0.0, "lag_unknown"
