@@ -4,7 +4,9 @@ import threading
 import time
 from typing import Any
 
-from shared import subjects
+from msgspec.structs import replace
+
+from shared import records, subjects
 from shared.errors import NotFound, ObjectsUnavailable
 from shared.records import Version
 
@@ -140,3 +142,26 @@ def test_what_is_left_in_a_failed_versions_queue_is_purged_only_after_a_while(ru
         await bench.available("chat")
 
     run_bench(work)
+
+
+def test_the_name_of_a_version_that_was_removed_is_free_after_a_while(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        for model, removed in (("old", 100), ("new", 0)):
+            await bench.register(model)
+            await bench.available(model)
+            record = replace(await bench.record(model), state="retired", retired=int(time.time()) - removed)
+            await bench.bus.kv_put(subjects.MODELS_BUCKET, subjects.key(model, "v1"), records.encode(record))
+
+        async def forgotten() -> bool:
+            return await bench.bus.kv_get(subjects.MODELS_BUCKET, subjects.key("old", "v1")) is None
+
+        async def cleaned(model: str) -> bool:
+            return await bench.consumer(model) is None
+
+        await bench.until(forgotten)
+        await bench.until(lambda: cleaned("new"))
+        assert await bench.consumer("old") is None
+        assert await bench.state_is("new", "retired")
+
+    run_bench(work, retired_kept_s=60.0)

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 
+from shared import manifests
 from shared.objects import ObjectStore
 
 from .conftest import CHAT, COMPLETIONS, Answer, Stack, ended, wait_for
@@ -254,8 +255,9 @@ def test_a_corrupt_weight_file_is_never_served(fresh_stack: Stack, tiny_model: P
 def corrupt_object(stack: Stack, model: str) -> None:
     """Replace the stored weights by as many other bytes."""
     store = ObjectStore(stack.settings())
-    [weights] = [found for found in store.list(f"models/{model}/") if found.key.endswith(".safetensors")]
-    store.put(weights.key, bytes(weights.size))
+    manifest = manifests.decode(store.get(manifests.manifest_key(model, "v1")))
+    [weights] = [file for file in manifest.files if file.name.endswith(".safetensors")]
+    store.put(manifests.blob_key(weights.sha256), bytes(weights.size))
 
 
 def test_down_leaves_no_process_and_no_change_in_the_checkout(stopped_stack: Stack) -> None:

@@ -20,7 +20,12 @@ from workers.engine.sampler import Sampler
 
 
 class Device(Protocol):
-    """`attach` a small cache and try the runner, then `attach` one of `blocks()` blocks, then `finish`."""
+    """`attach` a small cache and try the runner, then `attach` one of `blocks()` blocks, then `finish`.
+
+    `keeps_weights` False: the model has lost its own, and needs them again if something else is to compute it.
+    """
+
+    keeps_weights: bool
 
     @property
     def runner(self) -> Runner: ...
@@ -37,6 +42,8 @@ class Device(Protocol):
 
 class PlainDevice:
     """Any device, by plain torch."""
+
+    keeps_weights = True
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import torch
-from torch import nn
 
 from shared.records import EngineSettings
 from workers.engine import attention, gate
@@ -19,6 +18,7 @@ from workers.engine.native import build, llama
 from workers.engine.native.bindings import Library
 from workers.engine.native.decoder import NativeDecoder
 from workers.engine.native.runner import NativeRunner, UpgradingRunner
+from workers.engine.native.weights import drop_weights
 from workers.engine.sampler import Sampler
 
 KERNELS = ("auto", "torch")
@@ -82,7 +82,9 @@ class TorchDevice(PlainDevice):
 
 
 class NativeDevice(PlainDevice):
-    """Our own kernels from the start."""
+    """Our own kernels from the start. The weights are in memory once: the model's own go as they are packed."""
+
+    keeps_weights = False
 
     def __init__(self, model: Any, shapes: list[LayerShape], sampler: Sampler, *rest: Any) -> None:
         super().__init__(model, shapes, sampler, *rest)
@@ -90,7 +92,7 @@ class NativeDevice(PlainDevice):
         path = build.find()
         assert path is not None
         int8 = self._settings.weights == "int8"
-        self._native = native_runner(Library(path), model, shapes, sampler, self._dtype, self._tokens_max, int8)
+        self._native = native_runner(Library(path), model, shapes, sampler, self._dtype, self._tokens_max, int8, True)
         self.runner = self._native
 
     def attach(self, blocks: int) -> None:
@@ -144,16 +146,10 @@ def native_runner(
     dtype: torch.dtype,
     tokens_max: int,
     int8: bool = False,
+    consume: bool = False,
 ) -> NativeRunner:
-    """Pack a supported model for our kernels; it keeps its own weights."""
+    """Pack a supported model for our kernels; it keeps its own weights unless `consume`."""
     threads = torch.get_num_threads()
-    parts = llama.parts_of(model, shapes, library, threads, int8)
+    parts = llama.parts_of(model, shapes, library, threads, int8, consume)
     decoder = NativeDecoder(library, parts, dtype, tokens_max, threads)
     return NativeRunner(decoder, Packer(tokens_max, torch.device("cpu")), sampler)
-
-
-def drop_weights(model: nn.Module) -> None:
-    """Forget all parameters of a model that will compute nothing any more."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(parameter.detach()[:0].clone(), requires_grad=False))

@@ -60,6 +60,8 @@ def cuda_devices(
 class CudaDevice(ABC):
     """The `Device` of a GPU; which attention it has is for its kinds to say."""
 
+    keeps_weights = True
+
     def __init__(
         self,
         model: Any,

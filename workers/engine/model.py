@@ -71,7 +71,9 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     sampler = Sampler(text.end_ids, text.token_bytes, text.special_ids)
     arguments = (model, shapes, sampler, settings, dtype, slots, max_model_len)
     sides = [partial(kind, *arguments) for kind in _device_sides(device, model, shapes, settings, dtype)]
-    side = _fitting_side(sides, model, reference, dtype, settings, phases)
+    side = _fitting_side(
+        sides, model, reference, dtype, settings, phases, partial(_weights, directory, config, dtype, device)
+    )
     with phases("cache"):
         blocks = side.blocks()
         side.attach(blocks)
@@ -159,8 +161,12 @@ def _fitting_side(
     dtype: torch.dtype,
     settings: EngineSettings,
     phases: Phases,
+    load_again: Callable[[], Any],
 ) -> Device:
-    """The first that computes what the model computes. Raises LoadRefused when none does."""
+    """The first that computes what the model computes. Raises LoadRefused when none does.
+
+    `load_again` brings the weights of a model that lost its own to one that was refused.
+    """
     for index, make in enumerate(sides):
         with phases("pack"):
             side = make()
@@ -172,9 +178,19 @@ def _fitting_side(
                 if index == len(sides) - 1:
                     raise
                 log.warning("%s does without %s: %s", type(model).__name__, make.func, refused)
+                if not side.keeps_weights:
+                    _give_weights(model, load_again())
                 continue
         return side
     raise AssertionError("a device has no side")
+
+
+def _give_weights(model: Any, loaded: Any) -> None:
+    """Let a model have the parameters of another of its kind; its modules stay, for others hold them."""
+    modules = dict(model.named_modules())
+    for path, module in loaded.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(modules[path], name, parameter)
 
 
 def _free(device: torch.device) -> tuple[int, str]:

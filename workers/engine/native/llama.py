@@ -8,7 +8,7 @@ import torch
 
 from workers.engine.gate import LayerShape
 from workers.engine.native.bindings import Layer, Library, Model
-from workers.engine.native.weights import Packing
+from workers.engine.native.weights import Packing, drop_weights
 
 # Pre-norm layers, RMSNorm, rotary embeddings in halves, attention without softcap and sinks, a gated feed-forward part.
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -40,14 +40,21 @@ def supported(model: Any, shapes: list[LayerShape]) -> bool:
 
 
 @torch.inference_mode()
-def parts_of(model: Any, shapes: list[LayerShape], library: Library, threads: int, int8: bool = False) -> Parts:
-    """Pack a supported model, its matrices in 8 bits if so wanted. Its own layers are left as they are."""
+def parts_of(
+    model: Any, shapes: list[LayerShape], library: Library, threads: int, int8: bool = False, consume: bool = False
+) -> Parts:
+    """Pack a supported model, its matrices in 8 bits if so wanted. `consume`: each layer's own weights go once it is packed."""
     config, body = model.config, model.model
     embedding = body.embed_tokens.weight.detach().contiguous()
     packing = Packing(library, torch.uint8 if int8 else embedding.dtype, threads, _matrices(model))
-    layers = (Layer * len(body.layers))(
-        *(_layer(layer, shape, packing) for layer, shape in zip(body.layers, shapes, strict=True))
-    )
+    layers = (Layer * len(body.layers))()
+    for index, (layer, each) in enumerate(zip(body.layers, shapes, strict=True)):
+        layers[index] = _layer(layer, each, packing)
+        if consume:
+            drop_weights(layer)
+    head = packing.joined(model.lm_head)
+    if consume:
+        drop_weights(model.lm_head)
     shape = shapes[0]
     rotary = _Rotary(body.rotary_emb)
     native = Model(
@@ -64,7 +71,7 @@ def parts_of(model: Any, shapes: list[LayerShape], library: Library, threads: in
         scaling=body.layers[0].self_attn.scaling,
         embedding=embedding.data_ptr(),
         final_norm=packing.vector(body.norm.weight),
-        head=packing.joined(model.lm_head),
+        head=head,
         layer=layers,
     )
     return Parts(native, layers, rotary, config.hidden_size, model.lm_head.out_features, [packing, embedding])

@@ -85,3 +85,10 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exact = weight.float()
     scales = (exact.abs().amax(-1) / LEVELS).clamp(min=torch.finfo(torch.float32).tiny)
     return (exact / scales.unsqueeze(-1)).round_().add_(ZERO).to(torch.uint8), scales
+
+
+def drop_weights(model: nn.Module) -> None:
+    """Forget all parameters of a model that will compute nothing any more."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach()[:0].clone(), requires_grad=False))

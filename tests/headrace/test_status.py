@@ -1,0 +1,53 @@
+"""What `headrace status` says of workers that are starting."""
+
+import asyncio
+import secrets
+
+import pytest
+from msgspec.structs import replace
+
+from headrace import status
+from headrace.status import WorkerStatus
+from shared import records, subjects
+from shared.bus import Bus
+from shared.records import Lease
+from shared.settings import Settings
+
+
+def test_a_workers_fetch_is_shown_until_all_is_here(nats_url: str) -> None:
+    settings = Settings(nats_url=nats_url)
+    lease = Lease(
+        worker=f"w{secrets.token_hex(4)}",
+        model="chat",
+        version="v1",
+        state="starting",
+        pid=1,
+        host="here",
+        started=0.0,
+        fetched_bytes=439_999,
+        fetch_bytes=1_000_000,
+    )
+
+    async def shown(lease: Lease) -> WorkerStatus:
+        bus = await Bus.connect(settings, "test")
+        try:
+            await bus.ensure()
+            await bus.kv_put(subjects.WORKERS_BUCKET, subjects.key(lease.worker), records.encode(lease))
+        finally:
+            await bus.close()
+        found = await status.collect(settings, None)
+        return next(worker for worker in found.workers if worker.id == lease.worker)
+
+    starting = asyncio.run(shown(lease))
+    assert (starting.fetched_bytes, starting.fetch_bytes) == (439_999, 1_000_000)
+    assert status.fetch_progress(starting) == "43%"
+    assert status.fetch_progress(asyncio.run(shown(replace(lease, fetched_bytes=1_000_000)))) == ""  # it loads now
+    assert status.fetch_progress(asyncio.run(shown(replace(lease, state="failed")))) == ""
+
+
+@pytest.mark.parametrize("state", ["warm", "starting", "active"])
+def test_a_worker_that_fetches_nothing_shows_nothing(state: str) -> None:
+    lease = Lease(worker="w", model="", version="", state=state, pid=1, host="h", started=0.0)
+    names = WorkerStatus.__struct_fields__
+    worker = WorkerStatus(**{name: getattr(lease, name, "") for name in names})
+    assert status.fetch_progress(worker) == ""
