@@ -35,6 +35,50 @@ class Measured(msgspec.Struct):
     errors: list[str]
 
 
+class Streamed(msgspec.Struct):
+    """One request. Seconds by `time.perf_counter`."""
+
+    begun: float
+    first: float
+    last: float
+    tokens: int
+
+
+async def stream(session: aiohttp.ClientSession, url: str, model: str, prompt: str, max_tokens: int) -> Streamed:
+    """Stream one completion. Raises ValueError for a refusal or a stream that is not whole, and what aiohttp raises."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    start = time.perf_counter()
+    first = last = 0.0
+    tokens, done = 0, False
+    async with session.post(url + "/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise ValueError(f"{response.status} {(await response.text())[:200]}")
+        async for line in response.content:
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                done = True
+                break
+            now = time.perf_counter()
+            event = msgspec.json.decode(line[6:])
+            if event.get("error"):
+                raise ValueError(str(event["error"])[:200])
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            if event["choices"] and event["choices"][0]["text"]:
+                first, last = first or now, now
+    if not done or not first:
+        raise ValueError("the stream ended without tokens or without [DONE]")
+    return Streamed(start, first, last, tokens)
+
+
 class Load:
     """A closed loop of `streams` clients that send `requests` requests in all, no prompt of which another round has."""
 
@@ -66,39 +110,11 @@ class Load:
 
     async def _request(self, session: aiohttp.ClientSession, number: int) -> None:
         words = random.Random(f"{self._work} {number}")
-        body = {
-            "model": self._options.model,
-            "prompt": " ".join(words.choice(WORDS) for _ in range(self._options.words)),
-            "max_tokens": self._options.tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        start = time.perf_counter()
-        first = last = 0.0
-        tokens, done = 0, False
-        async with session.post(self._url + "/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise ValueError(f"{response.status} {(await response.text())[:200]}")
-            async for line in response.content:
-                if not line.startswith(b"data: "):
-                    continue
-                if line.startswith(b"data: [DONE]"):
-                    done = True
-                    break
-                now = time.perf_counter()
-                event = msgspec.json.decode(line[6:])
-                if event.get("error"):
-                    raise ValueError(str(event["error"])[:200])
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-                if event["choices"] and event["choices"][0]["text"]:
-                    first, last = first or now, now
-        if not done or not first:
-            raise ValueError("the stream ended without tokens or without [DONE]")
-        self._tokens += tokens
-        self._ttft.append(first - start)
-        self._tpot.append((last - first) / max(tokens - 1, 1))
+        prompt = " ".join(words.choice(WORDS) for _ in range(self._options.words))
+        done = await stream(session, self._url, self._options.model, prompt, self._options.tokens)
+        self._tokens += done.tokens
+        self._ttft.append(done.first - done.begun)
+        self._tpot.append((done.last - done.first) / max(done.tokens - 1, 1))
 
 
 def percentile_ms(values: list[float], fraction: float) -> float:

@@ -83,9 +83,12 @@ class Credit:
             break
         return False
 
-    def heartbeat(self, name: str, now: float) -> None:
-        if (pull := self._pulls.get(name)) is not None:
-            pull.heard = now
+    def heartbeat(self, name: str, now: float) -> bool:
+        """The server still has this pull; whether it has credit left, as far as is known here."""
+        if (pull := self._pulls.get(name)) is None:
+            return False
+        pull.heard = now
+        return True
 
     def ended(self, name: str, left: int | None) -> bool:
         """The server ends a pull with so many messages `left`, if it says; False: it is one that is forgotten already.

@@ -1,9 +1,9 @@
-"""A profile of a real engine: its steps under load, and the cost that describes them best."""
+"""A profile of a real engine: its steps under load, the cost that describes them best, and what its clients see."""
 
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -45,6 +45,9 @@ class Served:
         return (self.last - self.first) * 1e3 / max(1, self.tokens - 1)
 
 
+Send = Callable[[], Awaitable[Served]]  # one request
+
+
 class Recorder(Runner):
     """A runner that keeps the time of each step of another one, without drafts."""
 
@@ -65,6 +68,8 @@ class Recorder(Runner):
     def steps(self) -> list[Step]:
         """The steps since the last call. What lies between two steps belongs to the first, as far as it is no idle time."""
         times, self._times = self._times, []
+        if not times:
+            return []
         between = [(after[1] - before[2]) * 1e3 for before, after in pairwise(times)]
         busy = [each for each in between if each < IDLE_MS]
         usual = float(np.median(busy)) if busy else 0.0
@@ -100,27 +105,6 @@ class Clients:
         await done
         return served
 
-    async def closed(self, streams: int, seconds: float) -> list[Served]:
-        """So many streams, each with one request at a time; those that began within the time."""
-        ends = time.perf_counter() + seconds
-        found: list[Served] = []
-
-        async def stream() -> None:
-            while time.perf_counter() < ends:
-                found.append(await self.one())
-
-        await asyncio.gather(*(stream() for _ in range(streams)))
-        return found
-
-    async def opened(self, rate: float, seconds: float) -> list[Served]:
-        """Requests at random times, `rate` a second on average."""
-        dice, begin = random.Random(2), time.perf_counter()
-        at, tasks = 0.0, []
-        while (at := at + dice.expovariate(rate)) < seconds:
-            await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
-            tasks.append(asyncio.create_task(self.one()))
-        return list(await asyncio.gather(*tasks))
-
     def _on_events(self, events: list[TokenEvent]) -> None:
         now = time.perf_counter()
         for event in events:
@@ -136,6 +120,31 @@ class Clients:
                 del self._open[event.key]
 
 
+async def closed(send: Send, streams: int, seconds: float, warmup_s: float = 0.0) -> list[Served]:
+    """So many streams, each with one request at a time; those that began in `seconds` after the warm-up."""
+    starts = time.perf_counter() + warmup_s
+    found: list[Served] = []
+
+    async def stream() -> None:
+        while time.perf_counter() < starts + seconds:
+            served = await send()
+            if served.begun >= starts:
+                found.append(served)
+
+    await asyncio.gather(*(stream() for _ in range(streams)))
+    return found
+
+
+async def opened(send: Send, rate: float, seconds: float, seed: int = 2) -> list[Served]:
+    """Requests at random times, `rate` a second on average."""
+    dice, begin = random.Random(seed), time.perf_counter()
+    at, tasks = 0.0, []
+    while (at := at + dice.expovariate(rate)) < seconds:
+        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        tasks.append(asyncio.ensure_future(send()))
+    return list(await asyncio.gather(*tasks))
+
+
 def recorded(engine: BatchEngine, settings: EngineSettings) -> tuple[BatchEngine, Recorder]:
     """The same model in a fresh engine whose steps are recorded."""
     recorder = Recorder(engine._runner)
@@ -143,12 +152,12 @@ def recorded(engine: BatchEngine, settings: EngineSettings) -> tuple[BatchEngine
     return fresh, recorder
 
 
-async def settle(clients: Clients, streams: int) -> None:
+async def settle(send: Send, streams: int) -> None:
     """Serve until it goes no faster."""
     before = float("inf")
     for _ in range(STEADY_ROUNDS_MAX):
         begin = time.perf_counter()
-        await asyncio.gather(*(clients.one() for _ in range(streams)))
+        await asyncio.gather(*(send() for _ in range(streams)))
         took = time.perf_counter() - begin
         if took > before * (1 - STEADY):
             return
@@ -158,11 +167,11 @@ async def settle(clients: Clients, streams: int) -> None:
 async def measured_steps(clients: Clients, recorder: Recorder, streams: Sequence[int], seconds: float) -> list[Step]:
     """Steps of closed loops of so many streams, after a warm-up. The engine is started and left running."""
     clients.start()
-    await settle(clients, max(streams))
+    await settle(clients.one, max(streams))
     recorder.steps()
     steps: list[Step] = []
     for count in streams:
-        await clients.closed(count, seconds)
+        await closed(clients.one, count, seconds)
         steps += recorder.steps()
     return steps
 
@@ -191,6 +200,12 @@ def fit(steps: Sequence[Step]) -> Cost:
     for column, value in zip(used, found / scale[used], strict=True):
         values[names[column]] = float(f"{value:.5g}")
     return Cost(**values)
+
+
+def path_ms(step_ms: Callable[[Load], float], alone: Sequence[Served]) -> float:
+    """The time to the first token beside the step, of requests that had the engine to themselves: the median."""
+    steps = [step_ms(Load(1, 0, 0, each.prompt, each.prompt * (each.prompt + 1) // 2)) for each in alone]
+    return max(0.0, float(np.median([each.ttft_ms - ms for each, ms in zip(alone, steps, strict=True)])))
 
 
 def error(cost: Cost, steps: Sequence[Step]) -> float:

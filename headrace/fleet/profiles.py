@@ -160,7 +160,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     cold_start_s: dict[str, float]
     usd_per_hour: float = 0.0
-    path_ms: float | None = None
 
 
 def measured(file: Path) -> Profile:

@@ -89,6 +89,7 @@ class Worker:
         self._ends: list[float] = []  # of the steps that are under way and are all decodes
         self._load = Load()  # of the first of them
         self._until = 0  # of them, those that are run: more only if nothing comes
+        self._left = 0  # steps before none in the batch is at its end
         self._begin = 0.0
         self._plan: StepPlan | None = None  # the step that is under way, if it is of another kind
         self._whole = True  # each in its batch has its first token
@@ -225,9 +226,8 @@ class Worker:
 
     def _pull(self) -> None:
         now, credit = self._clock.now, self._credit
-        self._pulls = [(name, expires) for name, expires in self._pulls if expires > now]
-        for name, _ in [] if self._broker.paused else self._pulls:
-            credit.heartbeat(name, now)  # the broker's, of this second
+        if not self._broker.paused:  # its heartbeats, of this second
+            self._pulls = [pull for pull in self._pulls if pull[1] > now and credit.heartbeat(pull[0], now)]
         batch = credit.next(self._free(), now)
         if batch > 0 and self.listens:
             self._pull_number += 1
@@ -379,15 +379,19 @@ class Worker:
     def _commit(self, plan: StepPlan) -> None:
         scheduler, now, fleet = self._scheduler, self._clock.now, self._fleet
         self._plan = None
-        draws = sum(part.samples for part in plan.slices)
+        settled = plan.load.decodes if plan.load is not None and self._whole else 0  # they come first, and all go on
+        others = plan.slices[settled:]
+        draws = settled + sum([part.samples for part in others])
         self._whole = draws == len(plan.slices)
         scheduler.commit(plan, [0] * draws)
         fleet.steps += 1
-        choices, firsts = [part.sequence for part in plan.slices], 0
-        over = [choice for choice in choices if len(choice.tokens) == choice.length_max]
-        for part in [part for part in plan.slices if part.count > 1 or part.sequence.memo.first < 0]:
+        firsts = 0
+        for part in others:
             choice = part.sequence
             request = choice.memo
+            self._left = min(self._left, choice.length_max - len(choice.tokens) + 1)
+            if part.count == 1 and request.first >= 0:
+                continue
             if request.admitted < 0:
                 request.admitted = self._begin
                 fleet.cached_tokens += choice.cached
@@ -397,7 +401,7 @@ class Worker:
                 firsts += 1
         self._count_gaps(now - self._begin, draws - firsts)
         self._observer.step(scheduler, plan, self._begin, now)
-        for choice in over:
+        for choice in self._over(1):
             self._finish(choice)
 
     def _decode(self, steps: int) -> None:
@@ -419,8 +423,17 @@ class Worker:
         self._fleet.steps += steps
         self._begin = begin
         ends.clear()
-        for choice in [each for each in scheduler.running if len(each.tokens) == each.length_max]:
+        for choice in self._over(steps):
             self._finish(choice)
+
+    def _over(self, steps: int) -> list[Any]:
+        """Who has its last token, now that so many steps more are done."""
+        self._left -= steps
+        if self._left > 0:
+            return []
+        left = [(each.length_max - len(each.tokens), each) for each in self._scheduler.running]
+        self._left = min((count for count, _ in left if count), default=0)
+        return [each for count, each in left if not count]
 
     def _finish(self, choice: Any) -> None:
         """Its last token is there."""

@@ -45,7 +45,7 @@ class BlockPool:
         self._holders: list[Holder | None] = [None] * total
         self._hashes: list[bytes | None] = [None] * total
         self._known: dict[bytes, int] = {}
-        self._plain: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._plain: dict[int, None] = dict.fromkeys(reversed(range(total)))  # the last one is taken first
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -82,7 +82,7 @@ class BlockPool:
             if after in plain:
                 del plain[after]
             else:
-                after, _ = plain.popitem(last=False)
+                after, _ = plain.popitem()
             taken.append(after)
         if len(taken) < count:
             taken += sorted(self._evict() for _ in range(count - len(taken)))
@@ -118,7 +118,6 @@ class BlockPool:
                 self.returned += 1
                 if hashes[block] is None:
                     plain[block] = None
-                    plain.move_to_end(block, last=False)
                 else:
                     cached[block] = None
 

@@ -69,7 +69,7 @@ class Account(Generic[E]):
     @property
     def counter(self) -> float:
         """The virtual counter: what decides whose turn it is."""
-        return self._base + self.service / self.limits.weight
+        return self._base + (PROMPT_COST * self.prompt + OUTPUT_COST * self.output) / self.limits.weight
 
     def lift(self, floor: float) -> None:
         self._base += max(0.0, floor - self.counter)

@@ -103,17 +103,20 @@ class Scheduler:
         preempted, admits = self._grow() if self._growing else (0, True)
         slices: list[Slice] = []
         prefills: list[Sequence] = []
-        room = self._prefill_chunk
+        room, context = self._prefill_chunk, 0
         for sequence in self.running:
             length = len(sequence.tokens)
             if length - sequence.computed != 1:
                 prefills.append(sequence)
-            elif sequence.draft:
+                continue
+            context += length
+            if sequence.draft:
                 slices.append(_guess(sequence, length, room))
                 room -= len(slices[-1].draft)
             else:
                 slices.append(Slice(sequence, length - 1, 1, True))
-        load = load_of(slices) if self.pacer.bounds else None
+        decodes = len(slices) + self._prefill_chunk - room
+        load = Load(len(slices), decodes, context) if self.pacer.bounds else None
         self.blocked = not admits
         if prefills or self.ledger.waiting:
             if load is not None:
@@ -333,7 +336,7 @@ class Scheduler:
         pool, account, running = self.pool, sequence.account, len(self.running)
         length = len(sequence.tokens)
         if running and self.pacer.bounds:
-            context = sum(len(each.tokens) for each in self.running) + length
+            context = sum([len(each.tokens) for each in self.running]) + length
             if not self.pacer.admits(running + 1, context):
                 self.blocked = True
                 return None

@@ -5,7 +5,18 @@ import random
 
 import pytest
 
-from headrace.fleet.fitting import Clients, error, fit, measured_steps, profile, recorded
+from headrace.fleet.fitting import (
+    Clients,
+    Served,
+    closed,
+    error,
+    fit,
+    measured_steps,
+    opened,
+    path_ms,
+    profile,
+    recorded,
+)
 from shared.records import EngineSettings
 from workers.engine.pacer import Cost
 from workers.engine.sequence import Load
@@ -54,8 +65,9 @@ def test_an_engine_is_measured_while_it_serves() -> None:
         fresh, recorder = recorded(engine, settings)
         clients = Clients(fresh, 40, 8)
         found = await measured_steps(clients, recorder, [1, 3], 0.2)
-        served = await clients.opened(50, 0.2)
+        served = await opened(clients.one, 50, 0.2) + await closed(clients.one, 2, 0.1, warmup_s=0.05)
         assert all(4 <= each.tokens <= 12 and each.last >= each.first >= each.begun for each in served)
+        assert max(each.begun for each in served) - min(each.begun for each in served) > 0.15
         await asyncio.to_thread(fresh.stop)
         return clients, found
 
@@ -64,3 +76,10 @@ def test_an_engine_is_measured_while_it_serves() -> None:
     assert {load.prefill for load, _ in seen} >= {0, 40}
     found = profile(engine, settings, "zero", seen)
     assert (found.slots, found.kv_tokens) == (256, 16_384 * 16)
+
+
+def test_what_a_request_takes_beside_its_step_is_its_path() -> None:
+    alone = [Served(begun=0.0, prompt=100, first=ms / 1e3) for ms in (61.0, 64.0, 99.0)]
+    step = TRUE.ms(Load(1, 0, 0, 100, 5050))
+    assert path_ms(TRUE.ms, alone) == pytest.approx(64.0 - step)
+    assert path_ms(lambda load: 70.0, alone) == 0.0
