@@ -1,6 +1,7 @@
 """From a warm process to a token, through a spike, and two models on one device."""
 
 import asyncio
+import itertools
 import re
 import statistics
 import time
@@ -19,6 +20,7 @@ TOKENS = 100
 STEP_S = 0.02  # of sim:a100-13b in a small batch
 CALM_RATE, SPIKE_RATE = 1.2, 12.0  # requests a second
 CALM_S, SPIKE_S = 4.0, 14.0
+TURNS_S = 25.0
 TTFT_S_MAX = 1.0  # its target is 0.5; starting workers share the cores with everything else here
 
 
@@ -105,3 +107,51 @@ def cold_start(stack: Stack, model: str) -> float:
     found = [float(each) for each in re.findall(rf"{model}@v1: \w+ ready after ([0-9.]+) s", log)]
     assert found
     return max(found)
+
+
+def test_two_models_on_one_device_are_served_in_turns(tmp_path: Path) -> None:
+    turns = {"DEVICES": "1", "TURN_S": "3", "TURN_MIN_S": "3", "IDLE_SECONDS": "60", "SCALE_DOWN_WINDOW_S": "1"}
+    stack = Stack(tmp_path / "data", {f"HEADRACE_{name}": value for name, value in turns.items()})
+    stack.up("--no-demo")
+    try:
+        for name in ("first", "second"):
+            stack.push("sim:fixed-20ms", name)
+
+        async def ask(model: str) -> list[Answer]:
+            """One request after another, until both have had several turns."""
+            answers = []
+            async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+                while time.monotonic() < end:
+                    body = {"model": model, "prompt": f"n {len(answers)}", "max_tokens": 20}
+                    answers.append(await read_stream(client, COMPLETIONS, body))
+            return answers
+
+        async def both() -> list[list[Answer]]:
+            return await asyncio.gather(ask("first"), ask("second"))
+
+        end = time.monotonic() + TURNS_S
+        for answers in asyncio.run(both()):
+            assert all(answer.done and answer.error is None for answer in answers)
+            assert len(answers) > 5
+        log = (stack.data / "logs" / "controller.log").read_text()
+        starts = re.findall(r"(first|second)@v1: started w", log)
+        print(f"{len(starts) - 1} swaps in {TURNS_S:g} s")
+        assert 2 <= len(starts) - 1 <= TURNS_S / 3
+        assert all(one != other for one, other in itertools.pairwise(starts))
+        stack.idle()
+    finally:
+        ended(stack)
+
+
+def test_settings_that_are_changed_are_those_of_workers_that_replace_the_present_ones(warm_stack: Stack) -> None:
+    warm_stack.push("sim:zero", "tuned", "--min-replicas", "1", "--set", "slots=4")
+    before = warm_stack.worker("tuned", slots=4)
+    assert warm_stack.headrace("models", "set", "tuned@v1", "--set", "slots=6").returncode == 0
+    after = warm_stack.worker("tuned", slots=6)
+    assert after["id"] != before["id"]
+    shown = warm_stack.headrace("models", "decisions", "tuned@v1").stdout
+    assert "min_replicas" in shown
+    assert (
+        warm_stack.headrace("models", "set", "tuned@v1", "--min-replicas", "0", "--idle-seconds", "0").returncode == 0
+    )
+    wait_for(lambda: not warm_stack.workers("tuned"), 30, "no worker of a model that is not needed any more")
