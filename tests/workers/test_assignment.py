@@ -2,6 +2,14 @@
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared.records import Version
+from shared.settings import Settings
+from workers import weights
+from workers.main import Worker
 
 from .conftest import Fleet, read, text_of, until
 
@@ -75,3 +83,20 @@ def test_a_second_worker_of_a_device_loads_when_the_first_is_gone(run_fleet: Run
         assert lease.cold_start["device"] > 0
 
     run_fleet(work)
+
+
+def test_a_worker_tells_how_far_its_fetch_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker = Worker(Settings(data_dir=str(tmp_path)), "w1", born=0.0)
+    told: list[tuple[int, int]] = []
+
+    def fetch(_version: Version, _objects: object, _settings: Settings, on_progress: weights.OnProgress) -> Path:
+        for here in (0, 43, 100):
+            on_progress(here, 100)
+            lease = worker.lease()
+            told.append((lease.fetched_bytes, lease.fetch_bytes))
+        return tmp_path
+
+    monkeypatch.setattr(weights, "fetch", fetch)
+    version = Version(model="m", version="v", state="available", source="s3")
+    assert worker._fetch(version) == tmp_path
+    assert told == [(0, 100), (43, 100), (100, 100)]
