@@ -90,10 +90,10 @@ async def _push_files(
         done = min(done + more, 2 * manifest.size)
         on_progress(done, 2 * manifest.size)
 
-    await asyncio.to_thread(blobs.upload, objects, directory, manifest, on_bytes, not damaged)
     for _ in range(REGISTER_TRIES_MAX):
+        await asyncio.to_thread(blobs.upload, objects, directory, manifest, on_bytes, not damaged)
         written = await registry.register(bus, record)
-        if not await asyncio.to_thread(blobs.upload, objects, directory, manifest, on_bytes):
+        if not await asyncio.to_thread(blobs.missing, objects, blobs.with_manifest(manifest)):
             await asyncio.to_thread(blobs.name_manifest, objects, manifest)
             return written
     raise Unavailable(f"files of {record.model}@{record.version} vanish from the object store as they are pushed")

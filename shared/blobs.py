@@ -5,14 +5,14 @@ A file lies under its sha256, so what is there already is not sent again, and tw
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
 from shared import manifests
 from shared.errors import BadRequest, NotFound, ObjectsUnavailable, VersionFailed
-from shared.manifests import Manifest, ManifestFile
+from shared.manifests import MANIFEST_NAME, Manifest, ManifestFile
 from shared.objects import ObjectStore
 from shared.records import Version
 from shared.settings import Settings
@@ -26,21 +26,18 @@ OnBytes = Callable[[int], None]  # so many bytes more are in the store
 
 def upload(
     objects: ObjectStore, directory: Path, manifest: Manifest, on_bytes: OnBytes, trust_stored: bool = True
-) -> list[ManifestFile]:
-    """Write the manifest and those of a version's files that are not in the store yet; the files that were sent.
+) -> None:
+    """Write those of a version's files that are not in the store yet, and the manifest.
 
     What is there is made new, so that no garbage collection takes it before the record names it. `trust_stored` False: send
     everything, since something in the store was found damaged.
     """
     objects.ensure_bucket()
-    put_manifest(objects, manifest)
-    sent = []
     for file in manifest.files:
         if not (trust_stored and _keep(objects, file)):
             _put_file(objects, directory / file.name, file)
-            sent.append(file)
         on_bytes(file.size)
-    return sent
+    put_manifest(objects, manifest)
 
 
 def put_manifest(objects: ObjectStore, manifest: Manifest) -> str:
@@ -62,10 +59,16 @@ def name_manifest(objects: ObjectStore, manifest: Manifest) -> None:
     objects.put(manifests.manifest_key(manifest.model, manifest.version), manifests.encode(manifest))
 
 
-def missing(objects: ObjectStore, manifest: Manifest) -> list[str]:
-    """What the store lacks of the manifest's files, in words."""
+def with_manifest(manifest: Manifest) -> list[ManifestFile]:
+    """A version's files, and its manifest as one of them."""
+    raw = manifests.encode(manifest)
+    return [*manifest.files, ManifestFile(MANIFEST_NAME, len(raw), manifests.sha256_of(raw))]
+
+
+def missing(objects: ObjectStore, files: Iterable[ManifestFile]) -> list[str]:
+    """What the store lacks of the files, in words."""
     found = []
-    for file in manifest.files:
+    for file in files:
         try:
             size = objects.stat(manifests.blob_key(file.sha256)).size
         except NotFound:
@@ -114,7 +117,7 @@ def verifier(settings: Settings) -> Callable[[Version], None]:
             manifest, _ = read_manifest(objects, version.manifest_sha256)
         except (NotFound, VersionFailed) as error:
             raise VersionFailed(f"{name} is incomplete: {error}") from error
-        if lacks := missing(objects, manifest):
+        if lacks := missing(objects, manifest.files):
             raise VersionFailed(f"{name} is incomplete: {'; '.join(lacks)}")
 
     return verify
