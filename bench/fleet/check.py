@@ -74,6 +74,8 @@ async def measure(send: Send, turns: Sequence[int], seconds: float, rounds: int,
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
         for streams in turns:
             served, steps = await _turn(closed(send, streams, seconds, WARMUP * seconds), recorder)
+            if not served:
+                raise BadRequest(f"{streams} streams began no request within {seconds:g} s: measure for more --seconds")
             seen.closed[streams].append(served)
             seen.steps += steps if streams in FITTED else []
         rate = rate or LOAD * len(seen.closed[PREDICTED[0]][0]) / seconds
@@ -164,8 +166,10 @@ async def engine(source: str, seconds: float, rounds: int, threads: int, directo
     fresh, recorder = recorded(loaded, settings)
     clients = Clients(fresh, PROMPT, OUTPUT)
     clients.start()
-    seen = await measure(clients.one, TURNS, seconds, rounds, recorder)
-    await asyncio.to_thread(fresh.stop)
+    try:
+        seen = await measure(clients.one, TURNS, seconds, rounds, recorder)
+    finally:
+        await asyncio.to_thread(fresh.stop)
     found = profile(loaded, settings, "check", seen.steps)
     file = directory / "profile.json"
     file.write_bytes(msgspec.json.encode(found))

@@ -34,10 +34,8 @@ class Control:
         scenario: Scenario,
         min_workers: int,
         max_workers: int,
-        watches_until: float,
         other: Decide | None = None,
     ) -> None:
-        """`watches_until`: it decides nothing before; else it would meet a whole fleet without work, and drain it."""
         self.starts = 0
         self.drains = 0
         self._clock, self._broker, self._hands, self._settings = clock, broker, hands, scenario.settings
@@ -52,7 +50,6 @@ class Control:
         self._leases_at = -1e9
         self._loaded: set[str] = set()
         self._busy_at = 0.0
-        self._watches_until = watches_until
         self._tick(None)
 
     def suffer(self, fault: str, until: float) -> None:
@@ -79,11 +76,8 @@ class Control:
             )
             for each in workers.values()
         ]
-        facts = self._facts(members, now)
-        if now < self._watches_until:
-            return
         decider = self._other or decide
-        (decision,) = decider(Snapshot((facts,)), now, self._policy)
+        (decision,) = decider(Snapshot((self._facts(members, now),)), now, self._policy)
         plan = fleet.plan(decision, members, self._record, now, self._settings)
         for _ in range(plan.starts):
             self._hands.start_worker()

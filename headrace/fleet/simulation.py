@@ -79,14 +79,7 @@ class Simulation:
             self.start_worker(warm=True)
         if fleet.autoscale:
             self._control = Control(
-                clock,
-                self._broker,
-                self,
-                self.scenario,
-                fleet.min_workers,
-                fleet.max_workers,
-                self._starts,
-                self._decide,
+                clock, self._broker, self, self.scenario, fleet.min_workers, fleet.max_workers, self._decide
             )
         for source in self._sources:
             self._next(source.open())
