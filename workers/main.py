@@ -115,7 +115,7 @@ class Worker:
     async def _warm_up(self, leases: LeaseKeeper) -> None:
         """Get ready for any model, and wait for one. Raises Cancelled when told to stop."""
         await self._until_stopped(asyncio.to_thread(self._timed, "imports", warm_up))
-        self._state = "warm"
+        self._state = "warm"  # unless it has been assigned one meanwhile: see `lease`
         leases.changed()
         log.info("warm after %.1f s: %s", time.time() - self._born, self._show_phases())
         await self._either(self._told, self._stop)
@@ -232,7 +232,7 @@ class Worker:
             worker=self.id,
             model=self._name[0],
             version=self._name[1],
-            state=self._state,
+            state="starting" if self._state == "warm" and self._wanted else self._state,
             pid=os.getpid(),
             host=socket.gethostname(),
             started=self._born,

@@ -66,13 +66,13 @@ def test_two_hundred_requests_that_are_parked_while_the_first_worker_starts_are_
     warm_stack.idle()
 
 
-def test_a_tenfold_spike_drops_nothing_and_is_over_soon(warm_stack: Stack) -> None:
-    warm_stack.push("sim:a100-13b", "spiky", "--set", f"slots={SLOTS}", "--max-replicas", str(REPLICAS))
-    warm_stack.stream(COMPLETIONS, {"model": "spiky", "prompt": "first", "max_tokens": 2})
+def test_a_tenfold_spike_drops_nothing_and_is_over_soon(fresh_stack: Stack) -> None:
+    fresh_stack.push("sim:a100-13b", "spiky", "--set", f"slots={SLOTS}", "--max-replicas", str(REPLICAS))
+    fresh_stack.stream(COMPLETIONS, {"model": "spiky", "prompt": "first", "max_tokens": 2})
 
     async def spike() -> list[tuple[float, Answer]]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=warm_stack.url, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=fresh_stack.url, timeout=120, limits=limits) as client:
             begin = time.monotonic()
             asked = []
             for at in times():
@@ -83,16 +83,16 @@ def test_a_tenfold_spike_drops_nothing_and_is_over_soon(warm_stack: Stack) -> No
 
     answers = asyncio.run(spike())
     assert all(answer.done and answer.error is None for _, answer in answers)
-    assert len(warm_stack.workers("spiky")) > 2
+    assert len(fresh_stack.workers("spiky")) > 2
     capacity = REPLICAS * SLOTS / (TOKENS * STEP_S)
-    cold_start_s = cold_start(warm_stack, "spiky")
+    cold_start_s = cold_start(fresh_stack, "spiky")
     over_s = cold_start_s + cold_start_s * SPIKE_RATE / (capacity - SPIKE_RATE)
     late = [answer.first_s for at, answer in answers if at >= over_s and answer.first_s is not None]
     assert len(late) > 20, f"the spike was over only after {over_s:.1f} s"
     worst = max(answer.first_s or 0.0 for _, answer in answers)
     print(f"cold start {cold_start_s:.2f} s, worst first token {worst:.2f} s, after {over_s:.1f} s {max(late):.2f} s")
     assert statistics.quantiles(late, n=100)[98] <= TTFT_S_MAX
-    warm_stack.idle(60)
+    fresh_stack.idle(60)
 
 
 def times() -> list[float]:
