@@ -87,7 +87,7 @@ def test_what_is_forgotten_begins_at_nothing_again(run: Run) -> None:
     run(work)
 
 
-def test_while_the_bus_is_away_a_decision_is_logged_and_lost_and_nobody_waits(
+def test_while_the_bus_is_away_a_decision_is_logged_and_nobody_waits(
     nats_server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -104,7 +104,8 @@ def test_while_the_bus_is_away_a_decision_is_logged_and_lost_and_nobody_waits(
             await until(lambda: bus.connected)
             decisions.note(decision(2))
             await decisions.close()
-            assert [(each.before, each.desired) for each in await history(bus, "m", "v")] == [(1, 2)]
+            last = (await history(bus, "m", "v"))[-1]
+            assert (last.before, last.desired) == (1, 2)
         finally:
             await bus.close()
 
