@@ -95,10 +95,13 @@ class Flow:
     def rate(self) -> float | None:
         """Requests a second; None while it is not known."""
         slow, jump = self._arrivals(RATE_S), self._arrivals(JUMP_S)
-        if slow is None or jump is None:
+        if slow is None:
             return None
-        (count, seconds), (recent, recent_s) = slow, jump
-        return max(count / seconds, (recent - DOUBT * sqrt(recent)) / recent_s)
+        rate = slow[0] / slow[1]
+        if jump is not None:
+            recent, recent_s = jump
+            rate = max(rate, (recent - DOUBT * sqrt(recent)) / recent_s)
+        return rate
 
     def _arrivals(self, window_s: float) -> tuple[int, float] | None:
         if not self._points:

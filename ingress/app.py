@@ -12,7 +12,7 @@ from ingress.answers import Message, Receive, Scope, Send
 from ingress.context import Context
 from ingress.family import Family
 from ingress.inference import Inference
-from ingress.registrar import AliasTarget, NewVersion
+from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
 from ingress.router import ModelEntry, VersionEntry
 from ingress.routes import health, models, registry, streams
 from ingress.routes.chat import Chat
@@ -64,6 +64,7 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(health.router(context))
     bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
     others = [models.ModelList, ModelEntry, VersionEntry, streams.Ended, NewVersion, AliasTarget, registry.Aliases]
+    others += [Changes, VersionConfig]
     openapi.install(app, [*bodies, *others])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)

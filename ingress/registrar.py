@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -30,6 +30,23 @@ class NewVersion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     manifest_sha256: str | None = None
     engine: EngineSettings | None = None
     limits: VersionLimits = VersionLimits()
+
+
+class Changes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What `PATCH /v1/models/{model}/versions/{version}` takes: settings by name; null is back to the default."""
+
+    limits: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+
+
+class VersionConfig(msgspec.Struct, kw_only=True):
+    """What of a version can be changed, as it is now."""
+
+    model: str
+    version: str
+    state: str
+    limits: VersionLimits
+    engine: EngineSettings
 
 
 class AliasTarget(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +86,13 @@ class Registrar:
         record = await registry.register(self._bus, _record(asked, manifest))
         await asyncio.to_thread(blobs.name_manifest, objects, manifest)
         return record
+
+    async def configure(self, model: str, version: str, changes: Changes) -> VersionConfig:
+        """Change limits and engine settings. Raises BadRequest or VersionNotFound."""
+        record = await config.set_config(self._bus, model, version, changes.limits, changes.engine)
+        return VersionConfig(
+            model=model, version=version, state=record.state, limits=record.limits, engine=record.engine
+        )
 
     async def set_alias(self, model: str, alias: str, version: str | None) -> Route:
         """Point an alias at a version; None removes it."""

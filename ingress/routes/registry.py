@@ -1,4 +1,4 @@
-"""POST /v1/models/{model}/versions, PUT and DELETE /v1/models/{model}/aliases/{alias}: what the registry is told over HTTP."""
+"""What the registry is told over HTTP: POST /v1/models/{model}/versions and PATCH of one, PUT and DELETE of an alias."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -11,12 +11,13 @@ from ingress import openapi
 from ingress.body import read_body
 from ingress.context import Context
 from ingress.decoding import decode
-from ingress.registrar import AliasTarget, NewVersion
+from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
 from ingress.router import VersionEntry
 from shared.errors import BodyTimeout
 from shared.records import Route
 
 VERSIONS = "/v1/models/{model:path}/versions"
+VERSION = "/v1/models/{model:path}/versions/{version}"
 ALIAS = "/v1/models/{model:path}/aliases/{alias}"
 
 BodyType = TypeVar("BodyType", bound=msgspec.Struct)
@@ -42,6 +43,11 @@ def router(context: Context) -> APIRouter:
         )
         return _json(entry, 201 if record.state == "registered" else 200)
 
+    async def configure(request: Request) -> Response:
+        changes = await _body(context, request, msgspec.json.Decoder(Changes))
+        name, version = request.path_params["model"], request.path_params["version"]
+        return _json(await context.registrar.configure(name, version, changes))
+
     async def put_alias(request: Request) -> Response:
         target = await _body(context, request, msgspec.json.Decoder(AliasTarget))
         return _aliases(await _set_alias(request, target.version))
@@ -55,6 +61,8 @@ def router(context: Context) -> APIRouter:
 
     registered = openapi.told(NewVersion, VersionEntry, "model") | {"summary": "Register a version", "status_code": 201}
     routes.post(VERSIONS, **registered)(register)
+    configured = openapi.told(Changes, VersionConfig, "model", "version") | {"summary": "Change a version's settings"}
+    routes.patch(VERSION, **configured)(configure)
     moved = openapi.told(AliasTarget, Aliases, "model", "alias") | {"summary": "Point an alias at a version"}
     routes.put(ALIAS, **moved)(put_alias)
     routes.delete(ALIAS, **openapi.told(None, Aliases, "model", "alias"), summary="Remove an alias")(delete_alias)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from controller.observer import Observer
@@ -241,5 +242,62 @@ def test_what_cannot_be_read_is_left_out(observe: RunObserver) -> None:
         await until(lambda: NAME in observer.records)
         assert list(observer.leases) == ["w1"]
         assert list(observer.records) == [NAME]
+
+    observe(work)
+
+
+def test_a_cold_start_is_measured_from_the_first_lease_or_told_by_its_phases(observe: RunObserver) -> None:
+    async def work(bus: Bus, observer: Observer) -> None:
+        async def told(**given: Any) -> None:
+            await bus.kv_put(subjects.WORKERS_BUCKET, KEY, lease(**given))
+            await until(lambda: "w1" in observer.leases and observer.leases["w1"].lease.state == given["state"])
+
+        assert facts(observer, 0.0).cold_start_s is None
+        phases = {"process": 2.0, "imports": 3.0, "fetch": 1.0, "load": 4.0, "first_token": 9.0}
+        await told(state="active", cold_start=phases)
+        assert facts(observer, 0.0).cold_start_s == 9.0  # 2, the longer of 3 and 1, 4
+        await told(state="starting", cold_start={"process": 50.0})
+        await told(state="loaded")
+        await told(state="active")  # loaded is when it counts
+        await observer.poll(time.monotonic())
+        known = facts(observer, time.monotonic())
+        assert known.cold_start_s == 9.0  # it was seen before as another: warm, and assigned
+        assert known.slots == 4
+
+    observe(work)
+
+
+def test_what_the_counts_of_the_queue_tell_is_among_the_facts_and_unknown_again_with_them(observe: RunObserver) -> None:
+    async def work(bus: Bus, observer: Observer) -> None:
+        now = time.monotonic()
+        await observer.poll(now)
+        subject = subjects.request(*NAME, subjects.LANE_FAST, "local")
+        for number in range(8):
+            await bus.publish_durable(subject, b"{}", {"Nats-Msg-Id": str(number)})
+        await observer.poll(now + 4)
+        known = facts(observer, now + 6)
+        assert (known.rate, known.oldest_s, known.stranded) == (2.0, 2.0, 0)
+        await bus.delete_consumer(*NAME, subjects.LANE_FAST)
+        await observer.poll(now + 8)
+        blind = facts(observer, now + 8)
+        assert (blind.lag, blind.rate, blind.oldest_s) == (None, None, 0.0)
+
+    observe(work)
+
+
+def test_a_schedule_opens_early_enough_for_a_worker_to_start(observe: RunObserver) -> None:
+    async def work(bus: Bus, observer: Observer) -> None:
+        soon = time.gmtime(time.time() + 180)
+        until_then = time.gmtime(time.time() + 7200)
+        schedule = (
+            {"from": time.strftime("%H:%M", soon), "to": time.strftime("%H:%M", until_then), "min_replicas": 3},
+        )
+        limits = msgspec.convert({"schedule": schedule}, VersionLimits)
+        record = Version(model="chat", version="v1", state="available", source="sim:zero", limits=limits)
+        await bus.kv_put(subjects.MODELS_BUCKET, subjects.key(*NAME), records.encode(record))
+        await until(lambda: observer.records[NAME].limits == limits)
+        assert facts(observer, 0.0).scheduled_min == 0  # two minutes and more to go
+        observer._of(*NAME).loaded(240.0)
+        assert facts(observer, 0.0).scheduled_min == 3
 
     observe(work)

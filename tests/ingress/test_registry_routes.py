@@ -208,3 +208,31 @@ def test_the_document_describes_them(settings: Settings) -> None:
         assert {"NewVersion", "AliasTarget", "Aliases", "EngineSettings"} <= document["components"]["schemas"].keys()
 
     run(settings, work)
+
+
+def test_settings_of_a_version_are_changed_while_it_is_served_and_wrong_ones_are_refused(
+    settings: Settings, model: str
+) -> None:
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        path = f"/v1/models/{model}/versions"
+        assert (await client.post(path, json={"version": "v1", "source": "sim:zero"})).status_code == 201
+        window = {"days": ["mon"], "from": "08:00", "to": "18:00", "min_replicas": 2}
+        changes = {"limits": {"max_replicas": 3, "schedule": [window]}, "engine": {"slots": 8}}
+        changed = await client.patch(f"{path}/v1", json=changes)
+        assert (changed.status_code, changed.json()["limits"], changed.json()["engine"]) == (
+            200,
+            {"max_replicas": 3, "schedule": [window]},
+            {"slots": 8},
+        )
+        record = await registry.find_version(bus, model, "v1")
+        assert record is not None
+        assert (record.limits.max_replicas, record.engine.slots) == (3, 8)
+        back = await client.patch(f"{path}/v1", json={"limits": {"schedule": None}, "engine": {"slots": None}})
+        assert (back.json()["limits"], back.json()["engine"]) == ({"max_replicas": 3}, {})
+        for wrong in ({"limits": {"min_replicas": 4}}, {"engine": {"dtype": "float8"}}, {"limits": {"colour": 1}}):
+            response = await client.patch(f"{path}/v1", json=wrong)
+            assert response.status_code == 400, response.text
+        assert (await client.patch(f"{path}/v1", json={"colour": 1})).status_code == 400
+        assert (await client.patch(f"{path}/v2", json={})).status_code == 404
+
+    run(settings, work)
