@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from controller.decisions import history
 from controller.loop import Controller
 from controller.metrics import Metrics
 from controller.scalers.choose import SCALERS, make_scaler
@@ -45,7 +46,12 @@ def test_a_warm_worker_of_others_is_assigned_and_drained_and_what_is_missing_is_
             for _ in range(40):
                 await bench.request("chat")
             await bench.until(lambda: bench.workers() == ["w1", "w2"])
-            await bench.until(lambda: controller._decided.get(("chat", "v1"), 0) > 2)  # more than there are
+
+            async def more_than_there_are() -> bool:
+                decisions = await history(bench.bus, "chat", "v1")
+                return bool(decisions) and decisions[-1].desired > 2
+
+            await bench.until(more_than_there_are)
             processes.append(await start_by_hand(settings, "w3"))
             await bench.until(lambda: bench.workers() == ["w1", "w2", "w3"])
             await bench.clear_queue("chat")
