@@ -69,7 +69,7 @@ def replays(scale: float) -> dict[str, Scenario]:
 
     spike = [Burst(at_s=60.0, seconds=90.0, times=10.0)]
     return {
-        "steady": replay("steady", 300.0),
+        "steady": replay("steady", 600.0),
         "day": replay("day", 900.0, rate=3 * rate, day_s=900.0, night=0.1),
         "spike": replay("spike", 300.0, rate=rate / 2, bursts=spike),
         "dead metrics": replay("dead metrics", 240.0, [Fault(kind="dead_metrics", at_s=60.0, seconds=90.0)]),
