@@ -150,7 +150,7 @@ class Bus(KeyValue):
     async def close(self) -> None:
         """Send what is pending and close the connection."""
         self._closing = True
-        for task in (self._probing, self._replacing):
+        for task in (self._probing, self._replacing, self._keeping_leases):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

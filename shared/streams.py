@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -86,10 +87,61 @@ def _reply(operation: str, answer: Any) -> dict[str, Any]:
     return reply
 
 
+class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+    """A key-value bucket: the stream behind it. Leases are in memory: renewed every second, and worth nothing later."""
+
+    name: str
+    ttl_s: float = 0.0  # 0: for ever
+    history: int = 1
+    bytes_max: int = -1
+    in_memory: bool = False
+
+    def config(self, replicas: int) -> dict[str, Any]:
+        return {
+            "name": f"KV_{self.name}",
+            "subjects": [f"$KV.{self.name}.>"],
+            "storage": "memory" if self.in_memory else "file",
+            "max_msgs_per_subject": self.history,
+            "max_age": int(self.ttl_s * SECOND),
+            "max_bytes": self.bytes_max,
+            "discard": "new",
+            "allow_rollup_hdrs": True,
+            "allow_direct": True,
+            "deny_delete": True,
+            "num_replicas": replicas,
+        }
+
+
+def _buckets(settings: Settings) -> list[Bucket]:
+    return [
+        Bucket(name=subjects.MODELS_BUCKET),
+        Bucket(name=subjects.ROUTES_BUCKET),
+        Bucket(name=subjects.WORKERS_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
+        Bucket(name=subjects.INGRESSES_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
+        Bucket(name=subjects.LEADER_BUCKET, ttl_s=settings.leader_ttl_s, in_memory=True),
+        Bucket(
+            name=subjects.DECISIONS_BUCKET,
+            ttl_s=DECISIONS_KEPT_S,
+            history=DECISIONS_KEPT,
+            bytes_max=DECISIONS_BYTES_MAX,
+        ),
+        Bucket(
+            name=subjects.IDEMPOTENCY_BUCKET,
+            ttl_s=settings.idempotency_kept_s,
+            bytes_max=settings.idempotency_bytes_max,
+        ),
+    ]
+
+
 class Streams:
     """Mixed into the bus. Every method raises Unavailable (ApiError with JetStream's number) when it cannot be done."""
 
     settings: Settings
+    _keeps_leases = False
+    _keeping_leases: asyncio.Task[None] | None = None
+
+    def on_reconnect(self, callback: Callable[[], Awaitable[None] | None]) -> None:
+        raise NotImplementedError("the bus provides it")
 
     async def request(self, subject: str, data: bytes = b"", timeout: float = 2.0) -> Any:
         raise NotImplementedError("the bus provides it")
@@ -115,7 +167,10 @@ class Streams:
                 await asyncio.sleep(RETRY_S)
 
     async def ensure(self) -> None:
-        """Create the streams and buckets that are missing; bring the configuration of the others up to date."""
+        """Create the streams and buckets that are missing; bring the configuration of the others up to date.
+
+        Whoever has done so looks after each reconnection whether those that a server only had in memory are still there.
+        """
         settings = self.settings
         await self._ensure_stream(
             {
@@ -145,50 +200,48 @@ class Streams:
                 "num_replicas": settings.nats_replicas,
             }
         )
-        buckets = {
-            subjects.MODELS_BUCKET: 0.0,
-            subjects.ROUTES_BUCKET: 0.0,
-            subjects.WORKERS_BUCKET: settings.lease_ttl_s,
-            subjects.DECISIONS_BUCKET: DECISIONS_KEPT_S,
-            subjects.INGRESSES_BUCKET: settings.lease_ttl_s,
-            subjects.LEADER_BUCKET: settings.leader_ttl_s,
-            subjects.IDEMPOTENCY_BUCKET: settings.idempotency_kept_s,
-        }
-        bytes_max = {
-            subjects.IDEMPOTENCY_BUCKET: settings.idempotency_bytes_max,
-            subjects.DECISIONS_BUCKET: DECISIONS_BYTES_MAX,
-        }
-        for bucket, ttl_s in buckets.items():
-            await self._ensure_stream(
-                {
-                    "name": f"KV_{bucket}",
-                    "subjects": [f"$KV.{bucket}.>"],
-                    "storage": "file",
-                    "max_msgs_per_subject": DECISIONS_KEPT if bucket == subjects.DECISIONS_BUCKET else 1,
-                    "max_age": int(ttl_s * SECOND),
-                    "max_bytes": bytes_max.get(bucket, -1),
-                    "discard": "new",
-                    "allow_rollup_hdrs": True,
-                    "allow_direct": True,
-                    "deny_delete": True,
-                    "num_replicas": settings.nats_replicas,
-                }
-            )
+        for bucket in _buckets(settings):
+            await self._ensure_stream(bucket.config(settings.nats_replicas))
+        if not self._keeps_leases:
+            self._keeps_leases = True
+            self.on_reconnect(self._keep_leases)
+
+    def _keep_leases(self) -> None:
+        """Buckets in the memory of a single server are gone when it was restarted."""
+        if self._keeping_leases is not None:
+            self._keeping_leases.cancel()
+        self._keeping_leases = asyncio.create_task(self._ensure_leases())
+
+    async def _ensure_leases(self) -> None:
+        while True:
+            try:
+                for bucket in _buckets(self.settings):
+                    if bucket.in_memory:
+                        await self._ensure_stream(bucket.config(self.settings.nats_replicas))
+                return
+            except Unavailable as error:
+                log.info("the buckets of leases: %s; trying again", error)
+                await asyncio.sleep(RETRY_S)
 
     async def _ensure_stream(self, config: dict[str, Any]) -> None:
         """The server sets a stream's limit aside when the stream is made: a smaller disk has room for less."""
-        name, known = config["name"], await self._bytes_max(config["name"])
+        name, known = config["name"], await self._config_of(config["name"])
+        if known is not None and known["storage"] != config["storage"]:  # cannot be changed, and only leases ever were
+            await self.api(f"STREAM.DELETE.{name}")
+            known = None
         while True:
             try:
                 await self.api(f"STREAM.{'CREATE' if known is None else 'UPDATE'}.{name}", config)
                 return
             except ApiError as error:
                 if error.err_code in NAME_IN_USE and known is None:  # another process was faster
-                    known = await self._bytes_max(name)
+                    known = await self._config_of(name)
                     continue
                 if error.err_code not in NO_ROOM or config["max_bytes"] < SMALLER * STREAM_BYTES_MIN:
                     raise
-                less = known if known is not None and known < config["max_bytes"] else config["max_bytes"] // SMALLER
+                less = config["max_bytes"] // SMALLER
+                if known is not None and known["max_bytes"] < config["max_bytes"]:
+                    less = known["max_bytes"]
                 config = config | {"max_bytes": less}
                 log.log(
                     logging.WARNING if known is None else logging.INFO,
@@ -196,10 +249,11 @@ class Streams:
                     *(name, error.message, less),
                 )
 
-    async def _bytes_max(self, name: str) -> int | None:
-        """The limit of a stream; None: there is no such stream."""
+    async def _config_of(self, name: str) -> dict[str, Any] | None:
+        """How a stream is; None: there is no such stream."""
         try:
-            return int((await self.api(f"STREAM.INFO.{name}"))["config"]["max_bytes"])
+            config: dict[str, Any] = (await self.api(f"STREAM.INFO.{name}"))["config"]
+            return config
         except ApiError as error:
             if error.err_code in NOT_FOUND:
                 return None
