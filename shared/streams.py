@@ -21,7 +21,6 @@ STREAM_BYTES_MIN = 1 << 20
 SMALLER = 8  # what does not fit is made so many times smaller, so that the streams after it find room as well
 READS = ("STREAM.MSG.GET.", "STREAM.INFO.", "CONSUMER.INFO.")
 DECISIONS_KEPT, DECISIONS_KEPT_S = 64, 30 * 24 * 3600.0  # of each version
-DECISIONS_BYTES_MAX = 64 << 20
 CALL_S, READ_TRY_S, RETRY_S = 5.0, 1.5, 0.1
 SECOND = 1_000_000_000  # JetStream counts time in nanoseconds
 
@@ -123,7 +122,6 @@ def _buckets(settings: Settings) -> list[Bucket]:
             name=subjects.DECISIONS_BUCKET,
             ttl_s=DECISIONS_KEPT_S,
             history=DECISIONS_KEPT,
-            bytes_max=DECISIONS_BYTES_MAX,
         ),
         Bucket(
             name=subjects.IDEMPOTENCY_BUCKET,
