@@ -409,6 +409,7 @@ def test_the_documentation_lists_the_routes(front: Any) -> None:
         "/v1/models",
         "/v1/models/{model}",
         "/v1/models/{model}/versions",
+        "/v1/models/{model}/versions/{version}",
         "/v1/models/{model}/aliases/{alias}",
         "/v1/streams/{rid}",
         "/v1/streams/{rid}/cancel",

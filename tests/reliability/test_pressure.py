@@ -70,15 +70,17 @@ def test_streams_fit_into_what_the_disk_has(nats_server: Any) -> None:
 
     async def work() -> None:
         bus = await Bus.connect(Settings(nats_url=nats_server.url), "test")
-        for _ in range(2):  # a second process finds them as they are
-            await bus.ensure()
-        limits = []
-        for stream in (subjects.REQ_STREAM, subjects.DLQ_STREAM, f"KV_{subjects.IDEMPOTENCY_BUCKET}"):
-            config = (await bus.api(f"STREAM.INFO.{stream}"))["config"]
-            limits.append(config["max_bytes"])
-        assert all(limit >= 1 << 20 for limit in limits)
-        assert sum(limits) <= 40 << 20
-        await bus.close()
+        try:
+            for _ in range(2):  # a second process finds them as they are
+                await bus.ensure()
+            limits = []
+            for stream in (subjects.REQ_STREAM, subjects.DLQ_STREAM, f"KV_{subjects.IDEMPOTENCY_BUCKET}"):
+                config = (await bus.api(f"STREAM.INFO.{stream}"))["config"]
+                limits.append(config["max_bytes"])
+            assert all(limit >= 1 << 20 for limit in limits)
+            assert sum(limits) <= 40 << 20
+        finally:
+            await bus.close()
 
     asyncio.run(work())
 
