@@ -31,7 +31,7 @@ class Leadership:
     def __init__(self, bus: Bus, ttl_s: float, on_change: Callable[[], None] = lambda: None) -> None:
         self._bus, self._ttl_s, self._on_change = bus, ttl_s, on_change
         self._me = Leader(host=socket.gethostname(), pid=os.getpid(), process=_process_of(os.getpid()))
-        self.term = 0  # the revision with which the lead was taken: rises from leader to leader
+        self.term = 0  # rises from leader to leader
         self._revision = 0
         self._until = 0.0  # monotonic seconds
         self._task: asyncio.Task[None] | None = None
@@ -75,7 +75,9 @@ class Leadership:
             self._lost("it was not renewed in time, or another controller leads")
         revision = await self._take()
         if revision is not None:
-            self.term = self._revision = revision
+            # a broker that was restarted begins to count anew, in a bucket that it made later
+            made_us = await self._bus.stream_made_us(f"KV_{subjects.LEADER_BUCKET}")
+            self.term, self._revision = made_us + revision, revision
             self._until = begun + SURE * self._ttl_s
             log.info("this controller leads, term %d", self.term)
             self._on_change()

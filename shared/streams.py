@@ -4,6 +4,7 @@ import asyncio
 import base64
 import logging
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -297,6 +298,11 @@ class Streams:
 
     async def stream_info(self, stream: str) -> StreamState:
         return msgspec.convert((await self.api(f"STREAM.INFO.{stream}"))["state"], StreamState)
+
+    async def stream_made_us(self, stream: str) -> int:
+        """When a stream was made, in unix microseconds on the server's clock: one that was lost is made later again."""
+        made = msgspec.convert((await self.api(f"STREAM.INFO.{stream}"))["created"], datetime)
+        return int(made.timestamp() * 1e6)
 
     async def get_message(self, stream: str, sequence: int) -> StoredMessage | None:
         """A stored message, asked of the stream's leader; None when it is gone."""

@@ -115,6 +115,21 @@ def test_a_dead_process_of_this_host_is_replaced_at_once_and_a_live_one_is_not(r
     run_leaders(work)
 
 
+def test_terms_rise_when_the_broker_has_forgotten_all_leaders(run_leaders: Any) -> None:
+    async def work(bus: Bus, leaders: list[Leadership]) -> None:
+        first, second = leaders
+        for number in range(5):
+            await bus.kv_put(subjects.LEADER_BUCKET, f"earlier-{number}", b"")
+        await first.start()
+        await bus.api(f"STREAM.DELETE.KV_{subjects.LEADER_BUCKET}")  # it was in the memory of one that was restarted
+        await bus.ensure()
+        await second.start()
+        assert second.leads
+        assert second.term > first.term  # else workers that the first one told something would not heed it
+
+    run_leaders(work)
+
+
 def test_a_process_is_known_by_its_pid_and_its_start() -> None:
     assert module._process_of(os.getpid()) == module._process_of(os.getpid()) != module._process_of(1)
     assert module._process_of(2**22 + 1) == ""
