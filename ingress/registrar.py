@@ -88,7 +88,7 @@ class Registrar:
         return record
 
     async def configure(self, model: str, version: str, changes: Changes) -> VersionConfig:
-        """Change limits and engine settings. Raises BadRequest or VersionNotFound."""
+        """Change limits and engine settings. Raises BadRequest, VersionNotFound or VersionRetired."""
         record = await config.set_config(self._bus, model, version, changes.limits, changes.engine)
         return VersionConfig(
             model=model, version=version, state=record.state, limits=record.limits, engine=record.engine

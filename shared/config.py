@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shared import records, subjects
 from shared.bus import Bus
-from shared.errors import BadRequest, Unavailable, VersionNotFound
+from shared.errors import BadRequest, Unavailable, VersionNotFound, VersionRetired
 from shared.records import EngineSettings, Version, VersionLimits
 
 WRITE_TRIES_MAX = 10
@@ -25,7 +25,7 @@ async def set_config(
     Limits hold from the next tick on. Engine settings are of workers that start later; the controller replaces the ones
     that run with others. A failed version whose engine settings change gets another try.
 
-    Raises BadRequest for what is no setting, or has no such value, and VersionNotFound.
+    Raises BadRequest for what is no setting, or has no such value, VersionNotFound and VersionRetired.
     """
     key = subjects.key(model, version)
     for _ in range(WRITE_TRIES_MAX):
@@ -42,7 +42,9 @@ async def set_config(
 
 
 def changed(record: Version, limits_changes: Mapping[str, Any], engine_changes: Mapping[str, Any]) -> Version:
-    """The record with the changes. Raises BadRequest."""
+    """The record with the changes. Raises BadRequest, or VersionRetired: one that was removed has no settings any more."""
+    if record.state == "retired":
+        raise VersionRetired(f"{record.model}@{record.version} was removed", param="version")
     limits = _merged(record.limits, limits_changes, "limits")
     check_limits(limits)
     after = replace(record, limits=limits, engine=_merged(record.engine, engine_changes, "engine"))

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shared import records
 from shared.config import changed, engine_digest
-from shared.errors import BadRequest
+from shared.errors import BadRequest, VersionRetired
 from shared.records import EngineSettings, Version, VersionLimits
 from shared.schedules import is_open, min_replicas
 
@@ -79,3 +79,8 @@ def test_a_window_is_open_on_its_days_also_past_midnight_and_past_the_week() -> 
     assert min_replicas(schedule, MONDAY + 6.0 * 3600) == 0
     assert min_replicas(schedule, MONDAY + 9 * 3600) == 4
     assert min_replicas(schedule, MONDAY + 7 * 86_400 - 3600) == 2
+
+
+def test_a_removed_version_cannot_be_changed() -> None:
+    with pytest.raises(VersionRetired, match="m@v was removed"):
+        changed(replace(RECORD, state="retired"), {"warm": 1}, {})
