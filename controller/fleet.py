@@ -36,7 +36,7 @@ class Told(Struct, frozen=True):
 class Member(Struct, frozen=True, kw_only=True):
     """A worker as its process, its lease and what it was told together show it.
 
-    `lost`: it was active and its lease has expired while its process lives (stopped, hung, cut off). It is no replica.
+    `lost`: it was warm or more and its lease has expired while its process lives (stopped, hung, cut off). It is no replica.
     """
 
     worker: str
@@ -109,9 +109,10 @@ def _member(process: Managed | None, seen: SeenLease | None, told: Told | None, 
     state, since = "starting", told.at if told else 0.0
     if process is not None:
         since = process.assigned_at or process.started
-    if seen is not None and lease is not None and said == name and (lease.state != "starting" or process is None):
-        state, since = lease.state, seen.state_since
-        if process is not None and seen.silent and state in ("warm", "active", "loaded"):
+    if seen is not None and lease is not None:
+        if said == name and (lease.state != "starting" or process is None):
+            state, since = lease.state, seen.state_since
+        if process is not None and seen.silent and lease.state in ("warm", "active", "loaded"):
             state, since = "lost", seen.heard_at
     if process is not None and process.drained_at is not None:
         state, since = "draining", process.drained_at

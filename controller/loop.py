@@ -159,7 +159,7 @@ class Controller:
         self._scaler.adopt(self.observer.live_leases())
         for lease in self.observer.live_leases():
             process = self._scaler.workers.get(lease.worker)
-            if process is not None and lease.model and not process.model:
+            if process is not None and lease.model:  # not what we told it, if another controller was faster
                 process.model, process.version = lease.model, lease.version
 
     async def _judge_exits(self) -> None:
@@ -266,14 +266,21 @@ class Controller:
 
     async def _tell_again(self, now: float) -> None:
         """Repeat to each worker what it was told, until its lease says so."""
+        for worker, process in self._scaler.workers.items():
+            seen = self.observer.leases.get(worker)
+            if process.assigned_at is None or worker in self._told or seen is None or seen.silent or seen.lease.model:
+                continue  # else it is not known any more what it was told, and whether it heard it
+            assign = Assign(process.model, process.version, True, self.leader.term)
+            self._told[worker] = Told(assign, process.assigned_at)
         for worker, told in list(self._told.items()):
             seen = self.observer.leases.get(worker)
             if seen is None or seen.silent:
                 del self._told[worker]
                 continue
             lease, assign = seen.lease, told.assign
-            settled = (lease.model, lease.version) == (assign.model, assign.version) and lease.state != "starting"
-            if settled and lease.state in ("draining", "failed", "active" if assign.claim else "loaded"):
+            of_another = (lease.model, lease.version) != (assign.model, assign.version)  # whose leader was faster
+            settled = lease.state in ("draining", "failed", "active" if assign.claim else "loaded")
+            if lease.model and (of_another or settled):
                 del self._told[worker]
             elif now - told.at > self._settings.lease_every_s * AGAIN_LEASES:
                 self._told[worker] = Told(assign, now)

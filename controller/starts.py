@@ -67,9 +67,11 @@ class Starts(Struct):
 def judge(ended: Exit, lease: Lease | None, was_active: bool) -> Failure | None:
     """Why the start failed, or None when it did not: the worker had been active, or was told to end.
 
-    `lease` is the worker's last one. What the worker says of itself goes before what its exit looks like.
+    `lease` is the worker's last one. What the worker says of itself goes before what its exit looks like. One that was warm
+    and ended by itself after it had been assigned a version has failed with that, even if it did not come to say so.
     """
-    if was_active:
+    took = lease is None or (lease.model, lease.version) == (ended.model, ended.version)
+    if was_active and (took or ended.killed_because):
         return None
     if lease is not None and lease.state == "failed":
         return Failure(kind="permanent" if lease.permanent else "transient", reason=lease.reason or "no reason given")

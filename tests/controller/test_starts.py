@@ -23,6 +23,12 @@ def test_a_worker_that_was_active_or_was_told_to_end_has_not_failed_to_start() -
     assert judge(ended(code=-15, asked=True), None, was_active=False) is None
 
 
+def test_a_warm_worker_that_ends_before_it_says_that_it_has_its_version_has_crashed_with_it() -> None:
+    warm = Lease(worker="w1", model="", version="", state="warm", pid=1, host="h", started=0.0)
+    assert judge(ended(code=-11), warm, was_active=True) is not None
+    assert judge(ended(code=-9, killed_because="silent"), warm, was_active=True) is None  # it hung before
+
+
 def test_what_the_worker_says_goes_before_how_it_ended() -> None:
     permanent = judge(ended(code=3), failed_lease(True), was_active=False)
     assert permanent == Failure(kind="permanent", reason="why")

@@ -4,7 +4,13 @@ import os
 import signal
 from typing import Any
 
+import pytest
+
+from shared import subjects, wire
 from shared.records import Lease
+from shared.wire import Assign
+
+from .test_loop import exposition
 
 
 def leases(bench: Any, model: str, state: str) -> list[Lease]:
@@ -88,3 +94,74 @@ def test_a_warm_worker_that_cannot_start_is_tried_again_later_and_fails_no_versi
         assert not [process for process in bench.scaler.workers.values() if process.model]
 
     run_bench(work, warm_workers=1)
+
+
+def test_a_warm_worker_that_was_stopped_before_it_was_assigned_a_version_is_replaced(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat")
+        await bench.available("chat")
+        await bench.until(lambda: leases(bench, "", "warm"))
+        (warm,) = leases(bench, "", "warm")
+        os.kill(warm.pid, signal.SIGSTOP)
+        await bench.request("chat")
+        await bench.until(lambda: leases(bench, "chat", "active"))
+        await bench.until(lambda: warm.worker not in bench.scaler.workers)
+        assert "headrace_start_failures_total{" not in exposition(bench)
+
+    run_bench(work, warm_workers=1, lease_ttl_s=0.8)
+
+
+def test_a_warm_worker_that_did_not_hear_what_it_is_for_is_told_by_who_leads_next(
+    run_bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat")
+        await bench.available("chat")
+        await bench.until(lambda: leases(bench, "", "warm"))
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.controller, "_bus", Deaf(bench.controller._bus))
+            await bench.request("chat")
+            await bench.until(lambda: bench.controller._told)
+            bench.controller._told.clear()  # as one that leads no more, for a moment: the broker was restarted
+        (process,) = (process for process in bench.scaler.workers.values() if process.model)
+        await bench.until(lambda: [one.worker for one in leases(bench, "chat", "active")] == [process.worker])
+
+    run_bench(work, warm_workers=1)
+
+
+def test_a_warm_worker_that_another_controller_has_taken_is_left_to_it(
+    run_bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat")
+        await bench.register("code", min_replicas=1, max_replicas=2)
+        await bench.available("chat")
+        await bench.until(lambda: leases(bench, "code", "active") and leases(bench, "", "warm"))
+        (warm,) = leases(bench, "", "warm")
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.controller, "_bus", Deaf(bench.controller._bus))
+            await bench.request("chat")
+            await bench.until(lambda: bench.controller._told)
+            await bench.bus.publish(subjects.worker_assign(warm.worker), wire.encode(Assign("code", "v1", True, 1)))
+            await bench.until(lambda: not bench.controller._told)
+        assert bench.scaler.workers[warm.worker].model == "code"
+        await bench.until(lambda: leases(bench, "chat", "active"))
+        assert warm.worker in [one.worker for one in leases(bench, "code", "active")]
+
+    run_bench(work, warm_workers=1)
+
+
+class Deaf:
+    """A bus on which core messages get lost."""
+
+    def __init__(self, bus: Any) -> None:
+        self._bus = bus
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    async def publish(self, *_: Any) -> bool:
+        return True
