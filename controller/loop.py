@@ -120,10 +120,8 @@ class Controller:
                 wanted.append((name, plan))
             views.append(view)
         self._kill(NO_VERSION, fleet.overdue(by_version[NO_VERSION], now, self._settings))
-        warm_workers = self._settings.warm_workers
-        if now < self._starts[NO_VERSION].retry_at:  # no new one yet
-            warm_workers = min(warm_workers, sum(member.is_warm for member in members))
-        for action in placement.place(wanted, members, scaler.devices, warm_workers, scaler.makes_workers):
+        makes_warm, warm_workers = now >= self._starts[NO_VERSION].retry_at, self._settings.warm_workers
+        for action in placement.place(wanted, members, scaler.devices, warm_workers, scaler.makes_workers, makes_warm):
             await self._place(action)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
@@ -190,7 +188,9 @@ class Controller:
         starts.failed(failure, served, now, self._settings)
         self._metrics.start_failed(*name, failure.kind)
         then = (
-            "no use to try again" if starts.hopeless else f"next try in {starts.retry_at - now:.0f} s at the earliest"
+            "no use to try again"
+            if starts.hopeless and name != NO_VERSION
+            else f"next try in {starts.retry_at - now:.0f} s at the earliest"
         )
         log.error("%s@%s: start %d failed (%s): %s; %s", *name, starts.failures, failure.kind, failure.reason, then)
 

@@ -39,22 +39,30 @@ def place(
     devices: Sequence[str] | None,
     warm_workers: int,
     makes_workers: bool = True,
+    makes_warm: bool = True,
 ) -> list[Give | Start | Drain]:
     """How the workers that the plans miss come to be, the plans in the order of their right to a device.
 
     `devices`: each is for one worker with a model, and one that still drains has its own; None: no such bound. Warm
     workers have devices too, but do not occupy them. `warm_workers` of them are kept, and as many more as spares are missing.
     Without `makes_workers` nothing is started, and a warm worker is never too many: who started it wants it there.
+    Without `makes_warm` no warm one is started: the last one that was could not be.
     """
-    return _Placement(list(fleet), devices, warm_workers, makes_workers).run(wanted)
+    return _Placement(list(fleet), devices, warm_workers, makes_workers, makes_warm).run(wanted)
 
 
 class _Placement:
     def __init__(
-        self, fleet: list[Member], devices: Sequence[str] | None, warm_workers: int, makes_workers: bool
+        self,
+        fleet: list[Member],
+        devices: Sequence[str] | None,
+        warm_workers: int,
+        makes_workers: bool,
+        makes_warm: bool,
     ) -> None:
         self._devices = devices
         self._makes_workers = makes_workers
+        self._makes_warm = makes_warm
         self._free = list(devices or ())
         for member in fleet:
             if member.model and member.device in self._free:
@@ -95,7 +103,7 @@ class _Placement:
     def _fill_up(self) -> None:
         """As many warm workers as are wanted, on the devices that have the fewest, free ones first."""
         used = [member.device for member in self._warm]
-        for _ in range(self._warm_wanted - len(self._warm)):
+        for _ in range(self._warm_wanted - len(self._warm) if self._makes_warm else 0):
             device = min(self._devices or ("",), key=lambda each: (used.count(each), each not in self._free))
             used.append(device)
             self._done.append(Start(NO_VERSION, device))

@@ -96,6 +96,20 @@ def test_a_warm_worker_that_cannot_start_is_tried_again_later_and_fails_no_versi
     run_bench(work, warm_workers=1)
 
 
+def test_the_warm_worker_that_becomes_a_spare_is_tried_again_later_too(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        bench.scaler._command = ("false",)
+        await bench.register("chat", warm=1)
+        await bench.until(lambda: bench.controller._starts["", ""].failures)
+        ticks = bench.ticks
+        await bench.until(lambda: bench.ticks > ticks + 10)
+        assert bench.controller._starts["", ""].failures == 1
+        assert not bench.scaler.workers
+
+    run_bench(work, start_backoff_s=10.0)
+
+
 def test_a_warm_worker_that_was_stopped_before_it_was_assigned_a_version_is_replaced(run_bench: Any) -> None:
     async def work(bench: Any) -> None:
         await bench.start()
