@@ -9,6 +9,7 @@ import typer
 
 from headrace import tuning
 from headrace.globals import Globals
+from shared.records import REPLICAS_MAX
 
 app = typer.Typer(help="Register and look at models.", no_args_is_help=True)
 app.command("set")(tuning.set_)
@@ -32,8 +33,10 @@ def push(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An engine setting, e.g. dtype=float32.")
     ] = None,
-    min_replicas: Annotated[int, typer.Option(min=0, help="Workers that are always there.")] = 0,
-    max_replicas: Annotated[int | None, typer.Option(min=0, help="Default: one for each device.")] = None,
+    min_replicas: Annotated[int, typer.Option(min=0, max=REPLICAS_MAX, help="Workers that are always there.")] = 0,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=0, max=REPLICAS_MAX, help="Default: one for each device.")
+    ] = None,
     idle_seconds: Annotated[float | None, typer.Option(min=0, help="Idle time until the last worker ends.")] = None,
     wait: Annotated[bool, typer.Option(help="Wait until the version is available.")] = True,
 ) -> None:

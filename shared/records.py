@@ -13,11 +13,15 @@ from shared.wire import Logprob, Request, Usage, WireError
 
 SLOTS_MAX = 65_536
 BLOCKS_MAX = 1 << 22  # 64 Mi tokens
+TARGET_MS_MAX = 24 * 3600 * 1e3
+REPLICAS_MAX = 10_000  # of a version: each that is missing is a step of every tick
 
 WINDOWS_MAX = 64  # of a version's schedule
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+TargetMs = Annotated[float, Meta(gt=0, le=TARGET_MS_MAX)]
+Replicas = Annotated[int, Meta(ge=0, le=REPLICAS_MAX)]
 TimeOfDay = Annotated[str, Meta(pattern="^([01][0-9]|2[0-3]):[0-5][0-9]$")]  # HH:MM
 
 Record = TypeVar("Record")
@@ -31,8 +35,8 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     slots: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] | None = None  # sequences in a batch; None: from memory
     kv_blocks: Annotated[int, Meta(ge=1, le=BLOCKS_MAX)] | None = None  # blocks of 16 tokens; None: from memory
     prefill_chunk: Annotated[int, Meta(ge=1)] = 512  # prompt tokens in one step at most
-    tpot_ms_target: Annotated[float, Meta(gt=0)] | None = None  # for 99 of 100 tokens; None: 30 on a GPU, else no bound
-    ttft_ms_target: Annotated[float, Meta(gt=0)] | None = None  # None: none
+    tpot_ms_target: TargetMs | None = None  # for 99 of 100 tokens; None: 30 on a GPU, else no bound
+    ttft_ms_target: TargetMs | None = None  # None: none
     slots_reserved_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.1  # and of KV blocks: out of any one tenant's reach
     prefix_cache: Literal["tenant", "shared", "off"] = "tenant"  # shared by all: what others ask can be timed
     speculation: Literal["ngram", "off"] = "ngram"  # on a CPU: drafts from the text itself, verified several at a step
@@ -50,15 +54,15 @@ class Window(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forb
     days: tuple[Day, ...] = DAYS  # on which it begins
     from_: TimeOfDay = msgspec.field(name="from")
     to: TimeOfDay
-    min_replicas: Annotated[int, Meta(ge=0)]
+    min_replicas: Replicas
 
 
 class VersionLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
     """How many workers a version gets. Changed at run time, other than the version's files."""
 
-    min_replicas: Annotated[int, Meta(ge=0)] = 0
-    max_replicas: Annotated[int, Meta(ge=0)] | None = None  # None: as many as there are devices
-    warm: Annotated[int, Meta(ge=0)] = 0  # workers that are loaded and claim nothing until they are needed
+    min_replicas: Replicas = 0
+    max_replicas: Replicas | None = None  # None: as many as there are devices
+    warm: Replicas = 0  # workers that are loaded and claim nothing until they are needed
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # where devices are short, the higher goes first
     idle_seconds: Annotated[float, Meta(ge=0)] | None = None  # None: the controller's setting
     schedule: Annotated[tuple[Window, ...], Meta(max_length=WINDOWS_MAX)] = ()

@@ -37,15 +37,19 @@ def test_a_schedule_survives_the_record() -> None:
         ({"min_replicas": -1}, {}, "min_replicas"),
         ({"min_replicas": 3, "max_replicas": 2}, {}, "over max_replicas"),
         ({"max_replicas": 0}, {}, "over max_replicas"),
+        ({"min_replicas": 10**9}, {}, "min_replicas"),
+        ({"warm": 10**9}, {}, "warm"),
         ({"idle_seconds": float("nan")}, {}, "idle_seconds"),
         ({"priority": 101}, {}, "priority"),
         ({"minimum": 1}, {}, "no setting 'minimum'"),
         ({"schedule": [OFFICE | {"from": "8:00"}]}, {}, "schedule"),
         ({"schedule": [OFFICE | {"days": []}]}, {}, "no days"),
         ({"schedule": [OFFICE], "max_replicas": 2}, {}, "over max_replicas"),
+        ({"schedule": [OFFICE | {"min_replicas": 10**9}]}, {}, "min_replicas"),
         ({}, {"slots": "many"}, "slots"),
         ({}, {"dtype": "float8"}, "dtype"),
         ({}, {"ttft_ms_target": 0}, "ttft_ms_target"),
+        ({}, {"ttft_ms_target": "inf"}, "ttft_ms_target"),  # would be stored as none at all
     ],
 )
 def test_what_is_no_setting_or_no_value_is_refused(limits: dict[str, Any], engine: dict[str, Any], what: str) -> None:
