@@ -196,19 +196,19 @@ class Controller:
 
     def _note_cold_starts(self, now: float) -> None:
         """Take in which workers got ready; the phases of those that this controller started are measured."""
-        for worker, process in self._scaler.workers.items():
-            seen = self.observer.leases.get(worker)
-            if seen is None or not seen.was_active:
+        for worker, seen in self.observer.leases.items():
+            process = self._scaler.workers.get(worker)
+            if not seen.was_active or (process is None and self._scaler.owns(seen.lease)):  # or of a dead one
                 continue
             name, active_s = (seen.lease.model, seen.lease.version), None
             if (worker, name) not in self._ready:
                 self._ready.add((worker, name))
                 self._starts[name].succeeded()
-                if process.own:
+                if process is not None and process.own:
                     active_s = now - (process.assigned_at or process.started)
                     phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in seen.lease.cold_start.items())
                     log.info("%s@%s: %s ready after %.2f s (%s)", *name, worker, active_s, phases)
-            if process.own and name != NO_VERSION:
+            if process is not None and process.own and name != NO_VERSION:
                 self._metrics.cold_start(seen.lease, active_s)
 
     def _tell(self, view: VersionView) -> None:
@@ -315,5 +315,5 @@ class Controller:
             if name not in records or records[name].state != "available":
                 del self._starts[name]
         self._decisions.forget(names)
-        self._ready = {(worker, name) for worker, name in self._ready if worker in self._scaler.workers}
+        self._ready = {(worker, name) for worker, name in self._ready if worker in self.observer.leases}
         self._metrics.forget(self._scaler.workers)

@@ -1,7 +1,7 @@
 """No hands: others start the workers (systemd, Slurm, a Deployment), without a model as a rule, and start them again.
 
 The controller assigns warm ones what is wanted, and tells those that are not needed to drain; who started them starts them
-anew. One that hangs is theirs to end.
+anew. One that hangs is theirs to end. One that says that it failed is taken for ended, so that its version is judged.
 """
 
 import sys
@@ -17,6 +17,10 @@ class StaticScaler:
     """Starts nothing and ends nothing. Every worker is somebody else's, known by its lease alone."""
 
     workers: Mapping[str, Managed] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()  # workers that said so, while their leases last
+        self._ended: list[Exit] = []
 
     @property
     def replicas_max(self) -> int:
@@ -41,7 +45,22 @@ class StaticScaler:
         return False
 
     def adopt(self, leases: Iterable[Lease]) -> None:
-        pass
+        """No worker is taken over; those that have failed are noted."""
+        failed = {lease.worker: lease for lease in leases if lease.state == "failed"}
+        for worker in failed.keys() - self._failed:
+            lease = failed[worker]
+            self._ended.append(
+                Exit(
+                    worker=worker,
+                    model=lease.model,
+                    version=lease.version,
+                    code=None,
+                    asked=False,
+                    killed_because="",
+                    last_line=lease.reason,
+                )
+            )
+        self._failed = set(failed)
 
     def start(self, model: str, version: str, device: str = "") -> str:
         """Raises OSError."""
@@ -54,4 +73,6 @@ class StaticScaler:
         """Nothing."""
 
     def reap(self) -> list[Exit]:
-        return []
+        """The workers that have failed since the last call."""
+        ended, self._ended = self._ended, []
+        return ended

@@ -21,11 +21,11 @@ from shared.settings import Settings, SettingsError, to_environment
 STAND_IN = Path(__file__).parent / "stand_in_worker.py"
 
 
-async def start_by_hand(settings: Settings, worker: str) -> asyncio.subprocess.Process:
+async def start_by_hand(settings: Settings, worker: str, behaviour: str = "serve") -> asyncio.subprocess.Process:
     """What systemd does: a warm worker."""
     environment = os.environ | to_environment(settings) | {"HEADRACE_SPAWNED_AT": repr(time.time())}
     return await asyncio.create_subprocess_exec(
-        sys.executable, str(STAND_IN), "serve", "--worker-id", worker, env=environment
+        sys.executable, str(STAND_IN), behaviour, "--worker-id", worker, env=environment
     )
 
 
@@ -68,6 +68,40 @@ def test_a_warm_worker_of_others_is_assigned_and_drained_and_what_is_missing_is_
         assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
     run_bench(work, scaler="static", scale_down_window_s=0.3)
+
+
+@pytest.mark.parametrize("behaviour", ["permanent", "once"])
+def test_a_failure_of_a_worker_of_others_is_judged_like_any(run_bench: Any, behaviour: str) -> None:
+    async def work(bench: Any) -> None:
+        settings = bench.settings
+        bus = await Bus.connect(settings, "controller")
+        bench.controller = Controller(bus, settings, make_scaler(settings), Metrics(), lambda _version: None)
+        running = asyncio.create_task(bench.controller.run())
+        processes = []
+        try:
+            await bench.register("chat", min_replicas=1)
+            processes.append(await start_by_hand(settings, "w1", behaviour))
+            if behaviour == "permanent":
+                await bench.until(lambda: bench.state_is("chat", "failed"))
+                assert (await bench.record("chat")).reason == "the weights are corrupt"
+                processes.append(await start_by_hand(settings, "w2", behaviour))
+                await bench.until(lambda: bench.workers("warm") == ["w2"])  # nothing more is tried with it
+                return
+            await bench.until(lambda: bench.controller._starts["chat", "v1"].reason)
+            processes.append(await start_by_hand(settings, "w2", behaviour))
+            await bench.until(bench.workers)
+            await bench.until(lambda: not bench.controller._starts["chat", "v1"].reason)
+            assert await bench.state_is("chat", "available")
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+            bench.controller.stop()
+            await running
+            await bus.close()
+
+    run_bench(work, scaler="static")
 
 
 @pytest.mark.parametrize("name", SCALERS)
