@@ -26,6 +26,7 @@ from shared.manifests import MANIFEST_NAME, Manifest, ManifestFile
 from shared.records import Version
 
 _LOCK_POLL_S = 0.05
+_KEY_MAX = 200  # characters of a directory's name: file systems take 255
 
 
 class Cache:
@@ -145,7 +146,8 @@ class Cache:
                 yield path, path.stat()
 
     def _directory(self, model: str, version: str, manifest_sha256: str) -> Path:
-        return self._versions / f"{subjects.key(model, version)}-{manifest_sha256[:16]}"
+        """A key may be longer than a file's name; the manifest alone, which names the version, tells them apart."""
+        return self._versions / f"{subjects.key(model, version)[:_KEY_MAX]}-{manifest_sha256[:16]}"
 
 
 def _booted_at() -> float:

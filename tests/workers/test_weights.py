@@ -96,6 +96,13 @@ class Counting(ObjectStore):
             yield data
 
 
+def test_names_may_be_as_long_as_names_may_be(store: ObjectStore, settings: Settings) -> None:
+    for model in ("m" * 128, "語" * 42):
+        directories = {weights.fetch(publish(store, model, tag * 128), store, settings) for tag in "vw"}
+        assert len(directories) == 2
+        assert all((directory / "model.safetensors").read_bytes() == WEIGHTS for directory in directories)
+
+
 def test_files_arrive_verified_and_the_second_fetch_reads_nothing(store: ObjectStore, settings: Settings) -> None:
     version = publish(store)
     seen: list[tuple[int, int]] = []
