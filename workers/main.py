@@ -8,6 +8,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -37,6 +38,8 @@ from workers.server import WorkerServer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_is_worker_id = re.compile(r"[A-Za-z0-9_-]{1,128}").fullmatch
 
 EXIT_FAILED = 3  # could not start; the lease says why
 EXIT_HUNG = 4  # the engine finished no step within step_ms_max
@@ -263,9 +266,11 @@ class Worker:
 
 
 def main(settings: Settings, worker_id: str, wanted: Assign | None) -> int:
-    """Run one worker until it is told to stop; the exit status."""
+    """Run one worker until it is told to stop; the exit status. Exits with 1 when `worker_id` cannot be one."""
     born = float(os.environ.get("HEADRACE_SPAWNED_AT") or time.time())
     device = os.environ.get("HEADRACE_DEVICE", "")
+    if not _is_worker_id(worker_id):  # it is a token of subjects, and a key
+        sys.exit(f"{worker_id!r} is no worker id: up to 128 letters, digits, - and _ make one")
     configure_logging(settings)
     if settings.lifeline_fd is not None:
         lifeline.watch(settings.lifeline_fd)

@@ -9,7 +9,7 @@ import pytest
 from shared.records import Version
 from shared.settings import Settings
 from workers import weights
-from workers.main import Worker
+from workers.main import Worker, main
 
 from .conftest import Fleet, read, text_of, until
 
@@ -83,6 +83,12 @@ def test_a_second_worker_of_a_device_loads_when_the_first_is_gone(run_fleet: Run
         assert lease.cold_start["device"] > 0
 
     run_fleet(work)
+
+
+@pytest.mark.parametrize("worker_id", ["node7.example.org-1", "node 7", ""])
+def test_an_id_that_no_lease_could_have_is_refused(worker_id: str) -> None:
+    with pytest.raises(SystemExit, match=f"{worker_id!r} is no worker id"):
+        main(Settings(), worker_id, None)
 
 
 def test_a_worker_tells_how_far_its_fetch_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
