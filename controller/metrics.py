@@ -51,7 +51,7 @@ class _Present(Collector):
             signals = view.decision.signals
             if signals.rate is not None:
                 rate.add_metric(name, signals.rate)
-            for state in ("starting", "active", "draining", "failed", "lost"):
+            for state in ("starting", "loaded", "active", "draining", "failed", "lost"):
                 replicas.add_metric((*name, state), sum(member.state == state for member in view.members))
             if view.lag is not None:
                 lag.add_metric((*name, "pending"), view.lag.pending)

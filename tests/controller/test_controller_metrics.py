@@ -27,10 +27,11 @@ def lines(metrics: Metrics) -> list[str]:
 
 def test_gauges_show_the_last_tick_and_drop_what_is_gone() -> None:
     metrics = Metrics()
-    metrics.show([view("a", 2, Lag(3, 1), ("active", "active", "starting")), view("b", 0)])
+    metrics.show([view("a", 2, Lag(3, 1), ("active", "active", "starting", "loaded")), view("b", 0)])
     text = lines(metrics)
     assert 'headrace_replicas_desired{model="a",version="v"} 2.0' in text
     assert 'headrace_replicas{model="a",state="active",version="v"} 2.0' in text
+    assert 'headrace_replicas{model="a",state="loaded",version="v"} 1.0' in text
     assert 'headrace_replicas{model="a",state="draining",version="v"} 0.0' in text
     assert 'headrace_lag_messages{kind="pending",model="a",version="v"} 3.0' in text
     assert 'headrace_lag_messages{kind="claimed",model="a",version="v"} 1.0' in text
