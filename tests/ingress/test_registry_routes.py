@@ -234,5 +234,8 @@ def test_settings_of_a_version_are_changed_while_it_is_served_and_wrong_ones_are
             assert response.status_code == 400, response.text
         assert (await client.patch(f"{path}/v1", json={"colour": 1})).status_code == 400
         assert (await client.patch(f"{path}/v2", json={})).status_code == 404
+        await registry.remove(bus, model)
+        removed = await client.patch(f"{path}/v1", json={"limits": {"warm": 1}})
+        assert (removed.status_code, removed.json()["error"]["code"]) == (404, "version_retired")
 
     run(settings, work)
