@@ -136,6 +136,8 @@ class Router:
         route = self._routes.get(model)
         weights = [weight for weight in route.weights if weight.basis_points > 0] if route else []
         if not weights:
+            if all(version.state == "retired" for version in self._versions.get(model, {}).values()):
+                raise VersionRetired(f"all versions of `{model}` were taken out of service", param="model")
             raise VersionNotFound(
                 f"no version of `{model}` takes its traffic; name one as `{model}@version`", param="model"
             )

@@ -67,6 +67,7 @@ def test_a_reference_names_a_version(router: Router, reference: str, pin: str | 
         ("m@canary", "v1", VersionConflict, "`v2`"),
         ("m@bad", None, VersionFailed, "weights are corrupt"),
         ("m@old", None, VersionRetired, "out of service"),
+        ("retired-only", None, VersionRetired, "all versions"),
         ("m@new", None, Unavailable, "still being registered"),
         ("m@later", None, Unavailable, "still being registered"),
         ("m@none", None, NoCapacity, "max_replicas 0"),
