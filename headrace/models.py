@@ -42,13 +42,14 @@ def push(
 ) -> None:
     """Upload a version and register it."""
     from headrace.push import push_version
+    from shared import config
+    from shared.errors import BadRequest
     from shared.records import EngineSettings, VersionLimits
 
     try:
-        engine = msgspec.convert(dict(tuning.pair(each) for each in set_ or []), EngineSettings, strict=False)
-    except msgspec.ValidationError as error:
-        names = ", ".join(EngineSettings.__struct_fields__)
-        raise typer.BadParameter(f"{error}; the settings are {names}", param_hint="--set") from error
+        engine = config.merged(EngineSettings(), dict(tuning.pair(each) for each in set_ or []), "engine")
+    except BadRequest as error:
+        raise typer.BadParameter(error.message, param_hint="--set") from error
     limits = VersionLimits(min_replicas=min_replicas, max_replicas=max_replicas, idle_seconds=idle_seconds)
     push_version(
         _globals(context).settings(), source, name, version, engine, limits, AVAILABLE_BUDGET_S if wait else 0.0

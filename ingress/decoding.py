@@ -6,12 +6,12 @@ from typing import TypeVar, get_args
 import msgspec
 
 from ingress.schemas import Role
+from shared import refusals
 from shared.errors import BadRequest
 
 BodyType = TypeVar("BodyType", bound=msgspec.Struct)
 
-_PLACE = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`$")
+_MISSING = re.compile(r"^object missing required field `(?P<field>[^`]*)`$")
 
 
 def decode(decoder: msgspec.json.Decoder[BodyType], raw: bytes) -> BodyType:
@@ -27,13 +27,10 @@ def decode(decoder: msgspec.json.Decoder[BodyType], raw: bytes) -> BodyType:
 
 
 def _refusal(text: str) -> BadRequest:
-    place = _PLACE.match(text)
-    problem, path = (place["problem"], (place["path"] or "").lstrip(".")) if place else (text, "")
-    path = path.removesuffix("[...]")  # some value of an object; msgspec does not say which
+    path, problem = refusals.read(text)
     missing = _MISSING.match(problem)
     if missing:
         path, problem = f"{path}.{missing['field']}".lstrip("."), "missing"
     elif path.endswith("role"):
         problem = f"{problem}, one of {', '.join(get_args(Role))} is expected"
-    problem = problem[:1].lower() + problem[1:]
     return BadRequest(f"{path}: {problem}" if path else f"the body: {problem}", param=path or None)

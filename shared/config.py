@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
 
-from shared import records, subjects
+from shared import records, refusals, subjects
 from shared.bus import Bus
 from shared.errors import BadRequest, Unavailable, VersionNotFound, VersionRetired
 from shared.records import EngineSettings, Version, VersionLimits
@@ -45,9 +45,9 @@ def changed(record: Version, limits_changes: Mapping[str, Any], engine_changes: 
     """The record with the changes. Raises BadRequest, or VersionRetired: one that was removed has no settings any more."""
     if record.state == "retired":
         raise VersionRetired(f"{record.model}@{record.version} was removed", param="version")
-    limits = _merged(record.limits, limits_changes, "limits")
+    limits = merged(record.limits, limits_changes, "limits")
     check_limits(limits)
-    after = replace(record, limits=limits, engine=_merged(record.engine, engine_changes, "engine"))
+    after = replace(record, limits=limits, engine=merged(record.engine, engine_changes, "engine"))
     if after.state == "failed" and after.engine != record.engine:
         after = replace(after, state="registered", reason="")
     return after
@@ -73,7 +73,8 @@ def engine_digest(engine: EngineSettings) -> str:
     return hashlib.blake2b(msgspec.json.encode(engine, order="sorted"), digest_size=8).hexdigest()
 
 
-def _merged(present: T, changes: Mapping[str, Any], param: str) -> T:
+def merged(present: T, changes: Mapping[str, Any], param: str) -> T:
+    """Settings with changes, None being the default. Raises BadRequest that names the place under `param`."""
     kind = type(present)
     values = msgspec.to_builtins(present)
     for name, value in changes.items():
@@ -85,4 +86,14 @@ def _merged(present: T, changes: Mapping[str, Any], param: str) -> T:
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{param}: {error}", param=param) from error
+        raise _refused(error, kind, param) from error
+
+
+def _refused(error: msgspec.ValidationError, kind: type[msgspec.Struct], param: str) -> BadRequest:
+    """What is wrong with a value of the settings `kind`, by its place under `param`, and what there is to choose from."""
+    path, problem = refusals.read(str(error))
+    place = f"{param}.{path}" if path else param
+    choices = get_args(get_type_hints(kind).get(path))
+    if choices and problem.startswith("invalid enum value"):
+        problem += f", one of {', '.join(choices)} is expected"
+    return BadRequest(f"{place}: {problem}", param=place)
