@@ -52,9 +52,12 @@ def set_(
     }
     limits = {name: value for name, value in limits.items() if value is not None}
     engine: dict[str, Any] = dict(pair(setting) for setting in set_ or [])
-    for name in unset or []:
-        if name not in VersionLimits.__struct_fields__ + EngineSettings.__struct_fields__:
-            raise typer.BadParameter(f"there is no setting {name}", param_hint="--unset")
+    for name in (each.removeprefix("--").replace("-", "_") for each in unset or []):
+        names = VersionLimits.__struct_fields__ + EngineSettings.__struct_fields__
+        if name not in names:
+            raise typer.BadParameter(f"no setting {name!r}: there are {', '.join(names)}", param_hint="--unset")
+        if name in limits or name in engine:
+            raise typer.BadParameter(f"{name} is set too", param_hint="--unset")
         (limits if name in VersionLimits.__struct_fields__ else engine)[name] = None
     if not limits and not engine:
         raise typer.BadParameter("give something to change")

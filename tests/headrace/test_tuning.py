@@ -82,8 +82,11 @@ def test_the_commands_change_the_record_and_read_the_decisions(nats_url: str, mo
     assert "slots=32" in ran.output
     stored = asyncio.run(with_bus(lambda bus: bus.kv_get(subjects.MODELS_BUCKET, key)))
     assert records.decode_version(stored[0]).limits.min_replicas == 2
-    ran = command("set", "tuned@v1", "--unset", "min_replicas", "--unset", "slots")
-    assert "min_replicas" not in ran.output
+    ran = command("set", "tuned@v1", "--unset", "min-replicas", "--unset", "slots")
+    assert ran.exit_code == 0, ran.output
+    assert "min_replicas=2" not in ran.output
+    assert "slots=32" not in ran.output
+    assert command("set", "tuned@v1", "--warm", "1", "--unset", "warm").exit_code == 2
     assert command("set", "tuned@v1").exit_code == 2
     assert command("set", "tuned@v1", "--unset", "colour").exit_code == 2
     assert "2001-09-09 01:46:40 0 -> 1 (first_message)" in command("decisions", "tuned@v1").output
