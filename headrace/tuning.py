@@ -68,20 +68,37 @@ def set_(
 def decisions(context: typer.Context, target: Target) -> None:
     """The last decisions on how many workers a version has, with their reasons and what was seen; the newest last."""
     from controller.decisions import history
+    from shared import registry
+    from shared.errors import VersionNotFound
 
     model, version = named(target)
-    found = _with_bus(context, lambda bus: history(bus, model, version))
+
+    async def read(bus: Any) -> list[ScalingDecision]:
+        found = await history(bus, model, version)
+        if not found and await registry.find_version(bus, model, version) is None:
+            raise VersionNotFound(f"there is no {model}@{version}", param="version")
+        return found
+
+    found = _with_bus(context, read)
     if not found:
-        print(f"no decision on {model}@{version} is known")
+        print(f"nothing was decided on {model}@{version} yet: it had no work, and no limit asks for a worker")
+    spares = 0
     for decision in found:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(decision.at))} {decision_line(decision)}")
+        print(f"{utc(decision.at)} {decision_line(decision, spares)}")
+        spares = decision.spares
 
 
-def decision_line(decision: ScalingDecision) -> str:
+def utc(at: float) -> str:
+    """A time for people, as schedules have it: in UTC. `at` in unix seconds."""
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at))
+
+
+def decision_line(decision: ScalingDecision, spares_before: int = 0) -> str:
     """One decision, for people: what changed, why, on what."""
-    spares = f" and {decision.spares} spares" if decision.spares else ""
+    spares = f", spares {spares_before} -> {decision.spares}" if spares_before or decision.spares else ""
+    signals = signals_line(decision)
     reasons = ", ".join(decision.reasons)
-    return f"{decision.before} -> {decision.desired}{spares} ({reasons}): {signals_line(decision)}"
+    return f"{decision.before} -> {decision.desired}{spares} ({reasons}){': ' if signals else ''}{signals}"
 
 
 def signals_line(decision: ScalingDecision) -> str:

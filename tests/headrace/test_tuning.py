@@ -49,7 +49,8 @@ def test_a_decision_is_one_line() -> None:
     signals = Signals(pending=5, claimed=0, rate=2.5, replicas=1)
     decision = ScalingDecision(at=0.0, model="m", version="v", before=1, desired=3, reasons=["drain"], signals=signals)
     assert tuning.decision_line(decision) == "1 -> 3 (drain): pending=5 rate=2.5 replicas=1"
-    assert "3 and 2 spares" in tuning.decision_line(replace(decision, spares=2))
+    assert tuning.decision_line(replace(decision, spares=2)).startswith("1 -> 3, spares 0 -> 2 (drain)")
+    assert tuning.decision_line(replace(decision, signals=Signals()), spares_before=1) == "1 -> 3, spares 1 -> 0 (drain)"
 
 
 def test_the_commands_change_the_record_and_read_the_decisions(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,5 +90,8 @@ def test_the_commands_change_the_record_and_read_the_decisions(nats_url: str, mo
     assert command("set", "tuned@v1", "--warm", "1", "--unset", "warm").exit_code == 2
     assert command("set", "tuned@v1").exit_code == 2
     assert command("set", "tuned@v1", "--unset", "colour").exit_code == 2
-    assert "2001-09-09 01:46:40 0 -> 1 (first_message)" in command("decisions", "tuned@v1").output
-    assert "no decision" in command("decisions", "tuned@v2").output
+    assert "2001-09-09 01:46:40Z 0 -> 1 (first_message)" in command("decisions", "tuned@v1").output
+    asyncio.run(with_bus(lambda bus: bus.kv_delete(subjects.DECISIONS_BUCKET, key)))
+    assert "nothing was decided on tuned@v1" in command("decisions", "tuned@v1").output
+    unknown = command("decisions", "tuned@v2")
+    assert (unknown.exit_code, str(unknown.exception)) == (1, "there is no tuned@v2")
