@@ -1,7 +1,6 @@
 """`headrace status`: what runs, what waits, what is registered. Read from NATS, so it needs no ingress."""
 
 import asyncio
-import time
 
 import msgspec
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.table import Table
 from headrace.globals import Globals
 from headrace.stack import state
 from headrace.stack.state import ProcessState
+from headrace.tuning import utc
 from shared import records, registry, subjects
 from shared.bus import Bus
 from shared.records import Route, Signals, Version
@@ -155,7 +155,7 @@ def show(context: Globals, as_json: bool) -> None:
             table.add_row(
                 worker.id,
                 str(worker.pid),
-                f"{worker.model}@{worker.version}",
+                f"{worker.model}@{worker.version}" if worker.model else "-",
                 " ".join(filter(None, (worker.state, fetch_progress(worker), _short(worker.reason)))),
                 f"{worker.running}/{worker.slots}",
                 str(worker.claims),
@@ -164,17 +164,25 @@ def show(context: Globals, as_json: bool) -> None:
             )
         console.print(table)
     else:
-        console.print("no worker: the next request starts one")
+        console.print(without_workers(status))
     if status.scaling:
         console.print(scaling_table(status.scaling))
+
+
+def without_workers(status: Status) -> str:
+    """Why no worker is there, in a line."""
+    if all(model.state == "retired" for model in status.models):
+        return "no model: `headrace models push` registers one"
+    if any(each.desired or each.spares for each in status.scaling):
+        return "no worker yet: one is wanted, and not there"
+    return "no worker: the next request starts one"
 
 
 def scaling_table(decisions: list[ScalingStatus]) -> Table:
     table = Table("model", "wanted", "spares", "because", "since", box=None)
     for each in decisions:
-        since = time.strftime("%H:%M:%S", time.localtime(each.at))
         name = f"{each.model}@{each.version}"
-        table.add_row(name, str(each.desired), str(each.spares), ", ".join(each.reasons), since)
+        table.add_row(name, str(each.desired), str(each.spares), ", ".join(each.reasons), utc(each.at))
     return table
 
 

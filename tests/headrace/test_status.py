@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from headrace import status
-from headrace.status import WorkerStatus
+from headrace.status import ModelStatus, QueueStatus, ScalingStatus, Status, WorkerStatus
 from shared import records, subjects
 from shared.bus import Bus
-from shared.records import Lease
+from shared.records import Lease, Signals
 from shared.settings import Settings
 
 
@@ -51,3 +51,20 @@ def test_a_worker_that_fetches_nothing_shows_nothing(state: str) -> None:
     names = WorkerStatus.__struct_fields__
     worker = WorkerStatus(**{name: getattr(lease, name, "") for name in names})
     assert status.fetch_progress(worker) == ""
+
+
+def test_without_workers_it_says_what_would_bring_one() -> None:
+    def model(state: str) -> ModelStatus:
+        return ModelStatus("m", "v", state, "sim:zero", 100.0, [], "")
+
+    def said(models: list[ModelStatus], desired: int, spares: int = 0) -> str:
+        scaling = [ScalingStatus("m", "v", 0.0, desired, spares, [], Signals())]
+        return status.without_workers(Status(None, "", QueueStatus(1, 0), models, [], scaling, {}))
+
+    assert said([], 0) == said([model("retired")], 0) == "no model: `headrace models push` registers one"
+    assert said([model("available")], 0) == "no worker: the next request starts one"
+    assert (
+        said([model("available")], 1)
+        == said([model("available")], 0, 1)
+        == "no worker yet: one is wanted, and not there"
+    )

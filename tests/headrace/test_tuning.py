@@ -50,7 +50,9 @@ def test_a_decision_is_one_line() -> None:
     decision = ScalingDecision(at=0.0, model="m", version="v", before=1, desired=3, reasons=["drain"], signals=signals)
     assert tuning.decision_line(decision) == "1 -> 3 (drain): pending=5 rate=2.5 replicas=1"
     assert tuning.decision_line(replace(decision, spares=2)).startswith("1 -> 3, spares 0 -> 2 (drain)")
-    assert tuning.decision_line(replace(decision, signals=Signals()), spares_before=1) == "1 -> 3, spares 1 -> 0 (drain)"
+    assert (
+        tuning.decision_line(replace(decision, signals=Signals()), spares_before=1) == "1 -> 3, spares 1 -> 0 (drain)"
+    )
 
 
 def test_the_commands_change_the_record_and_read_the_decisions(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
