@@ -12,8 +12,6 @@ from headrace.globals import Globals
 from shared.records import REPLICAS_MAX
 
 app = typer.Typer(help="Register and look at models.", no_args_is_help=True)
-app.command("set")(tuning.set_)
-app.command()(tuning.decisions)
 
 AVAILABLE_BUDGET_S = 60.0
 
@@ -63,17 +61,21 @@ def list_(context: typer.Context, as_json: Json = False) -> None:
 
 
 @app.command()
-def show(context: typer.Context, model: str, as_json: Json = False) -> None:
-    """The versions of one model."""
-    _show(context, model, as_json)
+def show(
+    context: typer.Context,
+    reference: Annotated[str, typer.Argument(metavar="MODEL[@VERSION]", help="Without a version: all of the model.")],
+    as_json: Json = False,
+) -> None:
+    """The versions of one model, with what is set of them."""
+    _show(context, reference, as_json)
 
 
 @app.command()
 def alias(
     context: typer.Context,
-    model: str,
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
     name: Annotated[str, typer.Argument(metavar="ALIAS")],
-    version: Annotated[str | None, typer.Argument()] = None,
+    version: Annotated[str | None, typer.Argument(metavar="VERSION")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
 ) -> None:
     """Point an alias at a version, so that MODEL@ALIAS is that version. The plain MODEL is the alias `stable`."""
@@ -84,6 +86,10 @@ def alias(
     route = _with_bus(context, lambda bus: registry.set_alias(bus, model, name, version))
     for alias_name, target in sorted(route.aliases.items()):
         print(f"{model}@{alias_name} -> {target}")
+
+
+app.command("set")(tuning.set_)
+app.command()(tuning.decisions)
 
 
 @app.command()
@@ -131,12 +137,12 @@ def _freed(deleted: list[Any]) -> str:
     return f", and {sum(one.size for one in deleted)} bytes of files" if deleted else ""
 
 
-def _show(context: typer.Context, model: str | None, as_json: bool) -> None:
-    from rich.console import Console
-
-    from headrace.status import model_status, models_table
+def _show(context: typer.Context, reference: str | None, as_json: bool) -> None:
+    from headrace.status import console, model_status, models_table
     from shared import registry
-    from shared.errors import ModelNotFound
+    from shared.errors import ModelNotFound, VersionNotFound
+
+    model, at, name = reference.partition("@") if reference is not None else (None, "", "")
 
     async def read(bus: Any) -> Any:
         return await registry.list_versions(bus, model), await registry.list_routes(bus)
@@ -144,6 +150,10 @@ def _show(context: typer.Context, model: str | None, as_json: bool) -> None:
     versions, routes = _with_bus(context, read)
     if model is not None and not versions:
         raise ModelNotFound(f"there is no model {model}")
+    if at:
+        versions = [version for version in versions if version.version == name]
+    if at and not versions:
+        raise VersionNotFound(f"{model} has no version {name}")
     if as_json:
         shown = [
             msgspec.to_builtins(version) | msgspec.to_builtins(model_status(version, routes.get(version.model)))
@@ -151,7 +161,7 @@ def _show(context: typer.Context, model: str | None, as_json: bool) -> None:
         ]
         print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
     else:
-        Console().print(models_table([model_status(version, routes.get(version.model)) for version in versions]))
+        console().print(models_table([model_status(version, routes.get(version.model)) for version in versions]))
         for line in [line for version in versions if model is not None for line in tuning.config_lines(version)]:
             print(line)
 

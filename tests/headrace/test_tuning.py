@@ -93,6 +93,9 @@ def test_the_commands_change_the_record_and_read_the_decisions(nats_url: str, mo
     assert command("set", "tuned@v1").exit_code == 2
     assert command("set", "tuned@v1", "--unset", "colour").exit_code == 2
     assert "2001-09-09 01:46:40Z 0 -> 1 (first_message)" in command("decisions", "tuned@v1").output
+    listed = command("show", "tuned@v1").output
+    assert "tuned@v1 engine: as by default" in listed
+    assert str(command("show", "tuned@v2").exception) == "tuned has no version v2"
     asyncio.run(with_bus(lambda bus: bus.kv_delete(subjects.DECISIONS_BUCKET, key)))
     assert "nothing was decided on tuned@v1" in command("decisions", "tuned@v1").output
     unknown = command("decisions", "tuned@v2")
