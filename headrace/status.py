@@ -1,6 +1,7 @@
 """`headrace status`: what runs, what waits, what is registered. Read from NATS, so it needs no ingress."""
 
 import asyncio
+import sys
 
 import msgspec
 from rich.console import Console
@@ -16,6 +17,7 @@ from shared.records import Route, Signals, Version
 from shared.settings import Settings
 
 REASON_CHARACTERS_MAX = 100
+COLUMNS = 300  # where there is no terminal
 
 
 class QueueStatus(msgspec.Struct):
@@ -145,10 +147,10 @@ def show(context: Globals, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return
-    console = Console()
-    console.print(f"http {status.http or '-'}   nats {status.nats}")
-    console.print(f"queue: {status.queue.pending} pending, {status.queue.claimed} claimed")
-    console.print(models_table(status.models))
+    terminal = console()
+    terminal.print(f"http {status.http or '-'}   nats {status.nats}")
+    terminal.print(f"queue: {status.queue.pending} pending, {status.queue.claimed} claimed")
+    terminal.print(models_table(status.models))
     if status.workers:
         table = Table("worker", "pid", "model", "state", "running", "claims", "blocks", "metrics", box=None)
         for worker in status.workers:
@@ -162,11 +164,16 @@ def show(context: Globals, as_json: bool) -> None:
                 f"{worker.blocks_used}/{worker.blocks_total}",
                 str(worker.metrics_port),
             )
-        console.print(table)
+        terminal.print(table)
     else:
-        console.print(without_workers(status))
+        terminal.print(without_workers(status))
     if status.scaling:
-        console.print(scaling_table(status.scaling))
+        terminal.print(scaling_table(status.scaling))
+
+
+def console() -> Console:
+    """Where tables go: as wide as the terminal, or, to a file or a pipe, wide enough for a row to be a line."""
+    return Console(width=None if sys.stdout.isatty() else COLUMNS)
 
 
 def without_workers(status: Status) -> str:

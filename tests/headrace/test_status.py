@@ -68,3 +68,10 @@ def test_without_workers_it_says_what_would_bring_one() -> None:
         == said([model("available")], 0, 1)
         == "no worker yet: one is wanted, and not there"
     )
+
+
+def test_a_row_is_a_line_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "a reason that is long enough to fill the rest of the row, and more than a terminal's width"
+    failed = ModelStatus("a/model-with-a-long-name", "v1", "failed", "sim:fixed-50ms", 100.0, ["stable"], reason)
+    status.console().print(status.models_table([failed]))
+    assert reason in capsys.readouterr().out
