@@ -27,7 +27,8 @@ def read_directory(
 ) -> Manifest:
     """The manifest of a model's directory. Blocking: it hashes every file. Raises BadRequest for what is no model."""
     if not directory.is_dir():
-        raise BadRequest(f"{directory} is no directory", param="path")
+        problem = "is no directory, GGUF file or sim:PROFILE" if directory.exists() else "does not exist"
+        raise BadRequest(f"{directory} {problem}", param="path")
     paths = sorted(
         path for path in directory.iterdir() if path.suffix in FILE_SUFFIXES and path.is_file() and path.name[0] != "."
     )

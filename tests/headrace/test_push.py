@@ -348,8 +348,10 @@ def test_limits_that_contradict_each_other_or_cannot_be_stored_are_refused() -> 
 
 
 def test_other_sources_and_lengths_are_refused(bench: Bench, directory: Path) -> None:
-    with pytest.raises(BadRequest, match="is no directory"):
+    with pytest.raises(BadRequest, match="does not exist"):
         bench.push(directory / "nothing")
+    with pytest.raises(BadRequest, match="is no directory, GGUF file or sim:PROFILE"):
+        bench.push(directory / "config.json")
     with pytest.raises(BadRequest, match="not within the model's 512 tokens"):
         bench.push(directory, engine=EngineSettings(max_model_len=513))
     (directory / "config.json").write_text('{"text_config": {"max_position_embeddings": 64}}')
