@@ -69,7 +69,8 @@ def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], sa
                     continue
                 event = json.loads(data)
                 if "error" in event:
-                    print()
+                    if answer:
+                        print()
                     raise _error(event)
                 for choice in event["choices"]:
                     text = choice["delta"].get("content") or ""

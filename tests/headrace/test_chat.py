@@ -1,6 +1,7 @@
 """`headrace chat` at a terminal: a pseudo-terminal types, and reads what a person would see."""
 
 import contextlib
+import json
 import os
 import pty
 import select
@@ -9,7 +10,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
+
+from headrace import chat
+from shared.errors import HeadraceError
 
 
 class Terminal:
@@ -39,6 +44,21 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self._ours)
+
+
+@pytest.mark.parametrize(("begun", "printed"), [("", ""), ("half an", "half an\n")])
+def test_an_error_is_on_a_line_of_its_own(begun: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": begun}}]}] if begun else []
+    events.append({"error": {"code": "version_failed", "message": "m@v1 cannot be served"}})
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    with (
+        httpx.Client(
+            base_url="http://ingress", transport=httpx.MockTransport(lambda _: httpx.Response(200, text=stream))
+        ) as client,
+        pytest.raises(HeadraceError, match="cannot be served"),
+    ):
+        chat._answer(client, "m", [], {})
+    assert capsys.readouterr().out == printed
 
 
 @pytest.fixture
