@@ -16,8 +16,18 @@ AGE_S = 3600.0  # what is younger may belong to a push that has not written its 
 
 
 async def collect(bus: Bus, objects: ObjectStore, dry_run: bool = False, age_s: float = AGE_S) -> list[ObjectInfo]:
-    """Delete the objects that are older than `age_s` and that no version names; what was, or would be, deleted."""
-    stored = await asyncio.to_thread(_stored, objects)
+    """Delete the objects that are older than `age_s` and that no version names; what was, or would be, deleted.
+
+    A store without the bucket is empty before the first push; NotFound where versions have files: it is the wrong one.
+    """
+    try:
+        stored = await asyncio.to_thread(_stored, objects)
+    except NotFound:
+        if any(
+            each.source == registry.STORED and each.state != "retired" for each in await registry.list_versions(bus)
+        ):
+            raise
+        return []
     kept = await _named_by(objects, await registry.list_versions(bus))
     before = time.time() - age_s
     found = [one for one in stored if one.modified <= before and one.key not in kept]

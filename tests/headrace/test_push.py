@@ -22,6 +22,7 @@ from shared.errors import (
     HeadraceError,
     Internal,
     ModelNotFound,
+    NotFound,
     Unavailable,
     VersionFailed,
     VersionInUse,
@@ -471,6 +472,23 @@ def test_garbage_is_what_is_old_and_named_by_no_version(bench: Bench, directory:
     blobs.verifier(bench.settings)(kept)
     bench.remove(None)
     assert bench.collect(age_s=-60) == before
+
+
+def test_a_store_without_a_bucket_is_empty_unless_versions_have_files(
+    bench: Bench, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.push(directory)
+    own = bench.record("v1")
+    bench.objects = ObjectStore(replace(bench.settings, s3_bucket=f"none-{secrets.token_hex(6)}"))
+
+    async def versions(_: Bus) -> list[Version]:
+        return [own]
+
+    monkeypatch.setattr(registry, "list_versions", versions)
+    with pytest.raises(NotFound, match="no bucket"):
+        bench.collect()
+    own = replace(own, source="sim:zero")
+    assert bench.collect() == set()
 
 
 def test_what_a_collection_took_while_it_was_pushed_is_sent_again(
