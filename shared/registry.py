@@ -224,6 +224,12 @@ async def _check_unused(bus: Bus, record: Version, route: Route | None) -> None:
     consumer = await bus.consumer_info(subjects.REQ_STREAM, subjects.consumer(subjects.LANE_FAST, lane))
     requests = consumer.num_pending + consumer.num_ack_pending if consumer else 0
     if found := uses(record.version, route, leases, requests):
+        kept = [name for name in ("min_replicas", "warm", "schedule") if getattr(record.limits, name)]
+        if leases and kept:
+            unset = " ".join(f"--unset {name}" for name in kept)
+            found.append(
+                f"it keeps workers without work: `headrace models set {record.model}@{record.version} {unset}`"
+            )
         raise VersionInUse(f"{record.model}@{record.version} is in use: {'; '.join(found)}", param="version")
 
 
