@@ -167,8 +167,8 @@ def show(context: Globals, as_json: bool) -> None:
         terminal.print(table)
     else:
         terminal.print(without_workers(status))
-    if status.scaling:
-        terminal.print(scaling_table(status.scaling))
+    if decided := in_service(status):
+        terminal.print(scaling_table(decided))
 
 
 def console() -> Console:
@@ -183,6 +183,12 @@ def without_workers(status: Status) -> str:
     if any(each.desired or each.spares for each in status.scaling):
         return "no worker yet: one is wanted, and not there"
     return "no worker: the next request starts one"
+
+
+def in_service(status: Status) -> list[ScalingStatus]:
+    """The decisions on versions that were not removed; `models decisions` still has those of the others."""
+    kept = {(model.model, model.version) for model in status.models if model.state != "retired"}
+    return [each for each in status.scaling if (each.model, each.version) in kept]
 
 
 def scaling_table(decisions: list[ScalingStatus]) -> Table:

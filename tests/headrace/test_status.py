@@ -57,9 +57,12 @@ def test_without_workers_it_says_what_would_bring_one() -> None:
     def model(state: str) -> ModelStatus:
         return ModelStatus("m", "v", state, "sim:zero", 100.0, [], "")
 
-    def said(models: list[ModelStatus], desired: int, spares: int = 0) -> str:
+    def of(models: list[ModelStatus], desired: int, spares: int = 0) -> Status:
         scaling = [ScalingStatus("m", "v", 0.0, desired, spares, [], Signals())]
-        return status.without_workers(Status(None, "", QueueStatus(1, 0), models, [], scaling, {}))
+        return Status(None, "", QueueStatus(1, 0), models, [], scaling, {})
+
+    def said(models: list[ModelStatus], desired: int, spares: int = 0) -> str:
+        return status.without_workers(of(models, desired, spares))
 
     assert said([], 0) == said([model("retired")], 0) == "no model: `headrace models push` registers one"
     assert said([model("available")], 0) == "no worker: the next request starts one"
@@ -68,6 +71,8 @@ def test_without_workers_it_says_what_would_bring_one() -> None:
         == said([model("available")], 0, 1)
         == "no worker yet: one is wanted, and not there"
     )
+    assert status.in_service(of([model("retired")], 0)) == []
+    assert len(status.in_service(of([model("failed")], 0))) == 1
 
 
 def test_a_row_is_a_line_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
