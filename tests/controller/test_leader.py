@@ -96,21 +96,21 @@ def test_one_that_cannot_renew_stops_before_another_can_lead(run_leaders: Any, m
 def test_a_dead_process_of_this_host_is_replaced_at_once_and_a_live_one_is_not(run_leaders: Any) -> None:
     async def work(bus: Bus, leaders: list[Leadership]) -> None:
         process = await asyncio.to_thread(subprocess.Popen, ["sleep", "600"])
-        host = os.uname().nodename
         try:
-            other = Leader(host=host, pid=process.pid, process=module._process_of(process.pid))
+            other = Leader(host=os.uname().nodename, pid=process.pid, process=module._process_of(process.pid))
             assert other.process
             await bus.kv_put(subjects.LEADER_BUCKET, KEY, records.encode(other))
             await leaders[0].start()
             assert not leaders[0].leads
+            await leaders[0].close()
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on, and that is dead
+            await bus.kv_put(subjects.LEADER_BUCKET, KEY, records.encode(other))
+            await leaders[1].start()
+            assert leaders[1].leads  # at its first try, not after the TTL
         finally:
             process.kill()
-        await bus.kv_put(subjects.LEADER_BUCKET, KEY, records.encode(other))
-        begin = time.monotonic()
-        await leaders[1].start()  # a zombie is dead
-        assert leaders[1].leads
-        assert time.monotonic() - begin < TTL_S
-        process.wait()
+            process.wait()
 
     run_leaders(work)
 

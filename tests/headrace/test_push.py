@@ -384,7 +384,7 @@ def test_a_version_in_use_is_not_removed_and_the_answer_says_by_what(bench: Benc
     with pytest.raises(VersionInUse, match=r"v2 is in use: workers: 1 active$"):
         bench.remove("v2")
     bench.run(lambda bus: config.set_config(bus, bench.model, "v2", {"warm": 1}, {}))
-    with pytest.raises(VersionInUse, match="workers: 1 active; it keeps .*@v2 --unset warm`$"):
+    with pytest.raises(VersionInUse, match=r"workers: 1 active; it keeps .*@v2 --unset warm`$"):
         bench.remove(None)  # all of the model
     failed = records.encode(replace(lease, state="failed"))
     bench.run(lambda bus: bus.kv_put(subjects.WORKERS_BUCKET, key, failed))
