@@ -104,13 +104,13 @@ def test_a_dead_process_of_this_host_is_replaced_at_once_and_a_live_one_is_not(r
             assert not leaders[0].leads
             await leaders[0].close()
             process.kill()
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on, and that is dead
+            await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: it is dead
             await bus.kv_put(subjects.LEADER_BUCKET, KEY, records.encode(other))
             await leaders[1].start()
             assert leaders[1].leads  # at its first try, not after the TTL
         finally:
             process.kill()
-            process.wait()
+            await asyncio.to_thread(process.wait)
 
     run_leaders(work)
 
