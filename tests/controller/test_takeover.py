@@ -161,4 +161,4 @@ def test_of_two_controllers_one_acts_and_one_that_is_stopped_for_long_leads_no_m
             controller.process.terminate()
             assert await asyncio.to_thread(controller.process.wait, 20) == 0
 
-    run_world(work, leader_ttl_s=1.5)
+    run_world(work, leader_ttl_s=3.0)
