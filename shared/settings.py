@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from shared import refusals
+
 PREFIX = "HEADRACE_"
 MIB = 1 << 20
 GIB = 1 << 30
@@ -158,16 +160,24 @@ def given(environ: Mapping[str, str] = os.environ, **overrides: object) -> dict[
 
 def load(environ: Mapping[str, str] = os.environ, **overrides: object) -> Settings:
     """The settings of this process. `overrides` (from the command line) come last; None means not given."""
-    source = "from headrace.toml, the environment or the command line"
     try:
         settings = msgspec.convert(given(environ, **overrides), Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{error} ({source})") from error
+        name, problem = refusals.read(str(error))
+        raise SettingsError(f"{_place(name, environ, overrides)}: {problem}") from error
     for name in Settings.__struct_fields__:
         value = getattr(settings, name)
         if isinstance(value, int | float) and not value >= 0:
-            raise SettingsError(f"{name} must not be below 0, and is {value} ({source})")
+            raise SettingsError(f"{_place(name, environ, overrides)}: it must not be below 0, and is {value}")
     return settings
+
+
+def _place(name: str, environ: Mapping[str, str], overrides: Mapping[str, object]) -> str:
+    """Where a setting's value is from, for people; without a name, what only a file can have."""
+    variable = PREFIX + name.upper()
+    if overrides.get(name) is not None:
+        return f"{name} of the command line"
+    return f"{name} (the variable {variable})" if environ.get(variable) else f"{name} in headrace.toml".strip()
 
 
 def to_environment(settings: Settings) -> dict[str, str]:

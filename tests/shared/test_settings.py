@@ -22,9 +22,10 @@ def test_settings_travel_to_a_child_by_its_environment() -> None:
 @pytest.mark.parametrize(
     ("environ", "toml", "named"),
     [
-        ({"HEADRACE_HTTP_PORT": "eighty"}, "", "http_port"),
-        ({}, "no_such_setting = 1\n", "no_such_setting"),
-        ({"HEADRACE_IDLE_SECONDS": "-5"}, "", "idle_seconds"),
+        ({"HEADRACE_HTTP_PORT": "eighty"}, "", r"^http_port \(the variable HEADRACE_HTTP_PORT\): expected `int`"),
+        ({}, "no_such_setting = 1\n", "^in headrace.toml: object contains unknown field `no_such_setting`"),
+        ({}, "idle_seconds = 'long'\n", "^idle_seconds in headrace.toml: expected `float`"),
+        ({"HEADRACE_IDLE_SECONDS": "-5"}, "", r"^idle_seconds \(the variable HEADRACE_IDLE_SECONDS\): .* below 0"),
         ({}, "http_port = [\n", "headrace.toml"),
     ],
 )
