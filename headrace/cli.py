@@ -83,8 +83,6 @@ def status(
     context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """What runs, what waits, what is registered, on the stack of --data."""
-    if _globals(context).url is not None:
-        raise typer.BadParameter("status reads the stack's own NATS, not an ingress", param_hint="--url")
     from headrace import status as view
 
     view.show(_globals(context), as_json)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import msgspec
+import typer
 
 from headrace.stack import state
 from headrace.stack.state import StackError
@@ -32,6 +33,8 @@ class Globals(msgspec.Struct, frozen=True):
 
     def settings(self) -> Settings:
         """Settings that reach the running stack, or the servers that were named by hand. Raises StackError."""
+        if self.url is not None:
+            raise typer.BadParameter("this command goes to the stack's own NATS, not to an ingress", param_hint="--url")
         settings = state.client_settings(data_dir=self.data_dir)
         if state.running(settings.data_path) is None and "nats_url" not in settings_module.given(
             data_dir=self.data_dir

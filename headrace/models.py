@@ -11,7 +11,7 @@ from headrace import tuning
 from headrace.globals import Globals
 from shared.records import REPLICAS_MAX
 
-app = typer.Typer(help="Register and look at models.", no_args_is_help=True)
+app = typer.Typer(help="Register and look at models, on the stack of --data.", no_args_is_help=True)
 
 AVAILABLE_BUDGET_S = 60.0
 

@@ -91,6 +91,8 @@ def test_the_commands_change_the_record_and_read_the_decisions(nats_url: str, mo
     assert "slots=32" not in ran.output
     assert command("set", "tuned@v1", "--warm", "1", "--unset", "warm").exit_code == 2
     assert command("set", "tuned@v1").exit_code == 2
+    for elsewhere in (["models", "list"], ["dlq", "list"], ["status"]):
+        assert CliRunner().invoke(app, ["--url", "http://127.0.0.1:9", *elsewhere]).exit_code == 2
     assert command("set", "tuned@v1", "--unset", "colour").exit_code == 2
     assert "2001-09-09 01:46:40Z 0 -> 1 (first_message)" in command("decisions", "tuned@v1").output
     listed = command("show", "tuned@v1").output
