@@ -9,6 +9,7 @@ from shared import records, subjects
 from shared.bus import Bus
 from shared.errors import Unavailable
 from shared.records import ScalingDecision
+from shared.registry import read_bucket
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,11 @@ class Decisions:
                 log.warning("%d scaling decisions are not recorded", self._unwritten.qsize())
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    async def recall(self) -> None:
+        """Take in what was decided last, by another controller too. Raises Unavailable."""
+        last = await read_bucket(self._bus, subjects.DECISIONS_BUCKET, records.decision_at)
+        self._wanted = {(each.model, each.version): (each.desired, each.spares) for each in last}
 
     def note(self, decision: Decision) -> bool:
         """Record a decision if it wants another number of replicas or spares than the last one; whether it does."""

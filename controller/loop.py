@@ -55,6 +55,7 @@ class Controller:
         self._decisions = Decisions(bus)
         self._turns: dict[VersionKey, Turn] = {}  # where devices are short
         self._told: dict[str, Told] = {}  # by worker
+        self._term = 0  # of the lead that the decisions are of
         self._should_exit = False
 
     def wake(self) -> None:
@@ -100,6 +101,8 @@ class Controller:
             self._exits.clear()  # whoever leads judges them
             self._told.clear()
             return
+        if self._term != self.leader.term:
+            await self._recall()
         point("observed")
         await self._judge_exits()
         now = time.monotonic()
@@ -126,6 +129,16 @@ class Controller:
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
         self._forget(set(names))
+
+    async def _recall(self) -> None:
+        """The lead is new: go on from what was decided last, so that only changes are recorded."""
+        term = self.leader.term
+        try:
+            await self._decisions.recall()
+        except Unavailable as error:
+            log.info("what was decided last is not known yet: %s", error)
+        else:
+            self._term = term
 
     def _decide(
         self, names: list[VersionKey], members: Mapping[VersionKey, list[Member]], now: float

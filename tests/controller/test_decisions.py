@@ -51,6 +51,18 @@ def decision(desired: int, version: str = "v", spares: int = 0) -> Decision:
     return Decision(model="m", version=version, desired=desired, spares=spares, reasons=("work",), signals=signals)
 
 
+def test_the_next_leader_goes_on_from_what_was_decided_last(run: Run) -> None:
+    async def work(bus: Bus, decisions: Decisions) -> None:
+        decisions.note(decision(2, spares=1))
+        await decisions.close()
+        following = Decisions(bus)
+        await following.recall()
+        assert not following.note(decision(2, spares=1))
+        assert following.note(decision(0))
+
+    run(work)
+
+
 def test_only_changes_are_recorded_with_their_reasons_and_signals_the_newest_last(run: Run) -> None:
     async def work(bus: Bus, decisions: Decisions) -> None:
         assert [decisions.note(decision(desired)) for desired in (0, 1, 1, 3)] == [False, True, False, True]
