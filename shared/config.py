@@ -27,7 +27,10 @@ async def set_config(
 
     Raises BadRequest for what is no setting, or has no such value, VersionNotFound and VersionRetired.
     """
-    key = subjects.key(model, version)
+    try:
+        key = subjects.key(model, version)
+    except ValueError as error:
+        raise VersionNotFound(f"there is no {model}@{version}: {error}", param="version") from None
     for _ in range(WRITE_TRIES_MAX):
         found = await bus.kv_get(subjects.MODELS_BUCKET, key)
         if found is None:

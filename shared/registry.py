@@ -132,7 +132,9 @@ async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Ro
 
     Raises BadRequest (a name that cannot be an alias), ModelNotFound or VersionNotFound.
     """
-    _check_name("alias", alias)
+    for param, name in (("model", model), ("alias", alias), ("version", version)):
+        if name is not None:
+            _check_name(param, name)
     if version is None and alias == STABLE:
         raise BadRequest(f"the alias {STABLE} cannot be removed, only moved", param="alias")
     if await find_version(bus, model, alias) is not None:

@@ -239,3 +239,19 @@ def test_settings_of_a_version_are_changed_while_it_is_served_and_wrong_ones_are
         assert (removed.status_code, removed.json()["error"]["code"]) == (404, "version_retired")
 
     run(settings, work)
+
+
+def test_names_that_nothing_can_have_are_refused_everywhere(settings: Settings, model: str) -> None:
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        long = "m" * 200
+        for name, version in ((long, "v1"), (model, long)):
+            answer = await client.patch(f"/v1/models/{name}/versions/{version}", json={"limits": {"warm": 1}})
+            assert refusal(answer) == (404, "version_not_found", "version")
+        await client.post(f"/v1/models/{model}/versions", json={"version": "v1", "source": "sim:zero"})
+        for name, target, param in ((long, "v1", "model"), (model, long, "version")):
+            answer = await client.put(f"/v1/models/{name}/aliases/beta", json={"version": target})
+            assert refusal(answer) == (400, "invalid_request", param)
+        answer = await client.delete(f"/v1/models/{long}/aliases/beta")
+        assert refusal(answer) == (400, "invalid_request", "model")
+
+    run(settings, work)
