@@ -248,7 +248,8 @@ async def _write_version(bus: Bus, record: Version) -> Version:
         check_same(existing, record)
         if existing.state not in ("failed", "retired"):
             return existing
-        again = replace(existing, state="registered", reason="", retired=0)
+        removed = existing.state == "retired"  # then nothing of how it was configured goes on
+        again = record if removed else replace(existing, state="registered", reason="")
         if await bus.kv_update(subjects.MODELS_BUCKET, key, records.encode(again), found[1]) is not None:
             return again
     raise Unavailable(f"the record of {record.model}@{record.version} changed with every try to write it")

@@ -410,6 +410,7 @@ def test_a_version_in_use_is_not_removed_and_the_answer_says_by_what(bench: Benc
 
 def test_the_last_version_takes_the_route_with_it_and_the_name_is_kept(bench: Bench) -> None:
     bench.push("sim:zero", "v1", engine=EngineSettings(slots=4))
+    bench.run(lambda bus: config.set_config(bus, bench.model, "v1", {"max_replicas": 0}, {}))
     bench.push("sim:zero", "v2")
     bench.remove("v2")
     bench.remove("v1")  # stable points at it, and nothing else could serve its traffic
@@ -419,7 +420,7 @@ def test_the_last_version_takes_the_route_with_it_and_the_name_is_kept(bench: Be
     with pytest.raises(Conflict, match="was removed and had other"):
         bench.push("sim:zero", "v1")
     again = bench.push("sim:zero", "v1", engine=EngineSettings(slots=4))
-    assert (again.state, again.retired) == ("registered", 0)
+    assert (again.state, again.retired, again.limits) == ("registered", 0, VersionLimits())
     route = bench.run(lambda bus: registry.find_route(bus, bench.model))
     assert route == records.Route(bench.model, {"stable": "v1"}, [Weight("v1", 10_000)])
 
