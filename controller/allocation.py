@@ -45,13 +45,17 @@ class Turn(Struct, frozen=True, kw_only=True):
 Turns = Mapping[VersionKey, Turn]
 
 
-def demand_of(facts: VersionFacts, priority: int, now: float, policy: Policy) -> Demand:
-    """The demand of a version as the facts have it."""
+def demand_of(facts: VersionFacts, priority: int, backs_off: bool, now: float, policy: Policy) -> Demand:
+    """The demand of a version as the facts have it.
+
+    One that has no worker and `backs_off`, since the last could not start, has no use for a device: others go before.
+    """
     work = facts.lag.total if facts.lag else sum(replica.claims for replica in facts.replicas)
+    held = len(facts.replicas) + facts.spares
     return Demand(
         priority=priority,
-        has_work=work > 0 or now - facts.busy_at < policy.grace_s,
-        held=len(facts.replicas) + facts.spares,
+        has_work=(work > 0 or now - facts.busy_at < policy.grace_s) and (held > 0 or not backs_off),
+        held=held,
         active=any(replica.active for replica in facts.replicas),
     )
 

@@ -149,7 +149,12 @@ class Controller:
         decisions = decide(Snapshot(tuple(facts.values())), now, self._policy)
         if scaler.devices is None:
             return decisions
-        demands = {name: demand_of(facts[name], observer.limits(name).priority, now, self._policy) for name in names}
+        demands = {
+            name: demand_of(
+                facts[name], observer.limits(name).priority, now < self._starts[name].retry_at, now, self._policy
+            )
+            for name in names
+        }
         decisions, self._turns = allocate(decisions, demands, len(scaler.devices), now, self._policy, self._turns)
         return decisions
 

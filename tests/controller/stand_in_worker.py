@@ -4,8 +4,8 @@ It writes a lease and obeys. Without a model it is warm until it is assigned one
 
 serve: active until SIGTERM, then drains and ends. stubborn: like it, but SIGTERM does not end it. slow: starts for ever.
 crash: ends with code 7 before it is active; crash-warm: only one without a model. permanent, transient: fails and says so.
-once: transient the first time, then serve. When the file `<data>/claims` is there its number is what the lease says it has
-claimed.
+once: transient the first time, then serve. away: transient with the model `away`, serve with others. When the file
+`<data>/claims` is there its number is what the lease says it has claimed.
 """
 
 import argparse
@@ -74,7 +74,11 @@ async def run(settings: Settings, behaviour: str, given: argparse.Namespace) -> 
             await pause()
         lease.state = "starting"
         await write()
-        if behaviour in ("permanent", "transient") or (behaviour == "once" and not tried.exists()):
+        if (
+            behaviour in ("permanent", "transient")
+            or (behaviour == "away" and lease.model == "away")
+            or (behaviour == "once" and not tried.exists())
+        ):
             tried.touch()
             lease.state, lease.permanent = "failed", behaviour == "permanent"
             lease.reason = "the weights are corrupt" if lease.permanent else "the object store is away"

@@ -85,6 +85,21 @@ def test_a_device_has_one_worker_and_the_next_waits_for_it(run_bench: Any) -> No
     run_bench(work, devices=1, scale_down_window_s=0.1)
 
 
+def test_a_version_that_cannot_start_now_leaves_the_device_to_others(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start("away")
+        await bench.register("away", priority=1)
+        await bench.register("chat")
+        await bench.available("away")
+        await bench.available("chat")
+        await bench.request("away")
+        await bench.until(lambda: bench.controller._starts["away", "v1"].failures)
+        await bench.request("chat")
+        await bench.until(lambda: leases(bench, "chat", "active"))
+
+    run_bench(work, devices=1, start_backoff_s=3.0)
+
+
 def test_a_warm_worker_that_cannot_start_is_tried_again_later_and_fails_no_version(run_bench: Any) -> None:
     async def work(bench: Any) -> None:
         await bench.start("crash-warm")
