@@ -157,7 +157,9 @@ class Observer:
         async with asyncio.TaskGroup() as tasks:
             for name in names:
                 tasks.create_task(self._poll_lag(name, now))
-        for known in (self.lag, self._busy_at, self._history, self.state_since):
+        self.lag = {name: lag for name, lag in self.lag.items() if name in names}
+        self.without_consumer &= set(names)
+        for known in (self._busy_at, self._history, self.state_since):
             for name in [name for name in known if name not in self.records and name not in self.removed]:
                 del known[name]
         self._starting = {worker: since for worker, since in self._starting.items() if worker in self.leases}

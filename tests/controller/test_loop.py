@@ -239,6 +239,8 @@ def test_a_retired_version_loses_its_workers_and_its_consumer(run_bench: Any) ->
             return await bench.consumer("gone") is None
 
         await bench.until(cleaned)
+        assert ("gone", "v1") not in bench.controller.observer.lag  # what is not looked at any more is not known
+        assert 'lag_messages{kind="pending",model="gone"' not in exposition(bench)
         assert await bench.clear_queue("gone") == 0
         assert await bench.consumer("chat") is not None
 
