@@ -8,8 +8,10 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from shared import refusals
 
@@ -109,7 +111,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start_failures_max: int = 3
     start_backoff_s: float = 1.0  # after a start that failed; doubles with each
     start_backoff_max_s: float = 30.0
-    target_utilisation: float = 0.7  # of the slots
+    target_utilisation: Annotated[float, Meta(gt=0, le=1)] = 0.7  # of the slots
     scale_down_window_s: float = 30.0  # fewer replicas only when the need was lower for this long
     turn_s: float = 60.0  # where devices are short: a version that has work and no device waits so long for a turn,
     turn_min_s: float = 30.0  # serves so long at least once it has one,

@@ -26,6 +26,7 @@ def test_settings_travel_to_a_child_by_its_environment() -> None:
         ({}, "no_such_setting = 1\n", "^in headrace.toml: object contains unknown field `no_such_setting`"),
         ({}, "idle_seconds = 'long'\n", "^idle_seconds in headrace.toml: expected `float`"),
         ({"HEADRACE_IDLE_SECONDS": "-5"}, "", r"^idle_seconds \(the variable HEADRACE_IDLE_SECONDS\): .* below 0"),
+        ({"HEADRACE_TARGET_UTILISATION": "0"}, "", "target_utilisation"),
         ({}, "http_port = [\n", "headrace.toml"),
     ],
 )
