@@ -334,4 +334,4 @@ class Controller:
                 del self._starts[name]
         self._decisions.forget(names)
         self._ready = {(worker, name) for worker, name in self._ready if worker in self.observer.leases}
-        self._metrics.forget(self._scaler.workers)
+        self._metrics.forget(self._scaler.workers, {*names, NO_VERSION})

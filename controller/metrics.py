@@ -88,6 +88,7 @@ class Metrics:
             registry=self.registry,
         )
         self._phases_seen: dict[str, set[str]] = {}  # by worker
+        self._versions_seen: set[tuple[str, str]] = set()
         self._server: tuple[WSGIServer, Thread] | None = None
 
     def serve(self, host: str, port: int) -> None:
@@ -120,7 +121,12 @@ class Metrics:
             self._cold_start.labels(lease.model, lease.version, phase).observe(phases[phase])
             seen.add(phase)
 
-    def forget(self, workers: Iterable[str]) -> None:
-        """Drop what is kept of all workers but these."""
+    def forget(self, workers: Iterable[str], versions: Iterable[tuple[str, str]]) -> None:
+        """Drop what is kept of all workers and versions but these."""
         for worker in self._phases_seen.keys() - set(workers):
             del self._phases_seen[worker]
+        present = set(versions)
+        for name in self._versions_seen - present:
+            for metric in (self._decisions, self._start_failures, self._cold_start):
+                metric.remove_by_labels(dict(zip(LABELS, name, strict=True)))
+        self._versions_seen = present

@@ -62,9 +62,23 @@ def test_each_phase_of_a_cold_start_counts_once_per_worker_even_if_it_is_told_la
         labels = f'{{model="a",phase="{phase}",version="v"}}'
         assert f"headrace_cold_start_seconds_count{labels} 1.0" in text
         assert f"headrace_cold_start_seconds_sum{labels} {seconds}" in text
-    metrics.forget([])
+    metrics.forget([], [("a", "v")])
     metrics.cold_start(lease, None)
     assert 'headrace_cold_start_seconds_count{model="a",phase="load",version="v"} 2.0' in lines(metrics)
+
+
+def test_a_version_that_is_gone_takes_its_series_with_it() -> None:
+    metrics = Metrics()
+    lease = Lease(worker="w", model="a", version="v", state="active", pid=1, host="h", started=0.0)
+    lease.cold_start = {"load": 0.7}
+    for model in ("a", "b"):
+        metrics.decided(view(model).decision)
+        metrics.start_failed(model, "v", "crash")
+    metrics.cold_start(lease, 4.2)
+    metrics.forget(["w"], [("a", "v"), ("b", "v")])
+    metrics.forget([], [("b", "v")])
+    assert not [line for line in lines(metrics) if 'model="a"' in line]
+    assert len([line for line in lines(metrics) if 'model="b"' in line and "_total{" in line]) == 2
 
 
 def test_it_is_served_on_a_free_port_until_it_is_closed() -> None:
