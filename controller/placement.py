@@ -79,8 +79,8 @@ class _Placement:
                     self._done.append(Start(name, self._free.pop(0) if self._free else ""))
         for name, plan in wanted:
             for _ in range(plan.spares):
-                if not self._give(name, False) and self._has_room():
-                    self._warm_wanted += 1  # it is assigned when it is there
+                if not self._give(name, False):
+                    self._prepare_spare()
         if self._makes_workers:
             self._fill_up()
         return self._done
@@ -90,15 +90,29 @@ class _Placement:
 
     def _give(self, name: VersionName, claim: bool) -> bool:
         """Let a warm worker have it, if there is one whose device is free."""
-        for member in self._ready:
-            if self._devices is None or not member.device or member.device in self._free:
-                self._ready.remove(member)
-                self._warm.remove(member)
-                if member.device in self._free:
-                    self._free.remove(member.device)
-                self._done.append(Give(member.worker, name, claim))
-                return True
-        return False
+        ready = next(filter(self._fits, self._ready), None)
+        if ready is None:
+            return False
+        self._ready.remove(ready)
+        self._take(ready)
+        self._done.append(Give(ready.worker, name, claim))
+        return True
+
+    def _prepare_spare(self) -> None:
+        """A warm worker on a device that is free, which is assigned when it is there; perhaps it is on its way."""
+        coming = next(filter(self._fits, self._warm), None)
+        if coming is not None:
+            self._take(coming)
+        elif self._makes_warm and self._has_room():
+            self._done.append(Start(NO_VERSION, self._free.pop(0) if self._free else ""))
+
+    def _fits(self, member: Member) -> bool:
+        return self._devices is None or not member.device or member.device in self._free
+
+    def _take(self, member: Member) -> None:
+        self._warm.remove(member)
+        if member.device in self._free:
+            self._free.remove(member.device)
 
     def _fill_up(self) -> None:
         """As many warm workers as are wanted, on the devices that have the fewest, free ones first."""

@@ -47,6 +47,16 @@ def test_spares_are_made_of_warm_workers_after_all_that_claim() -> None:
     assert place([(A, Plan(spares=1))], [warm("one")], None, 0) == [Give("one", A, False)]
 
 
+def test_a_spare_gets_the_free_device_though_the_warm_workers_are_on_others() -> None:
+    fleet = [serving("old", "0"), serving("other", "1"), warm("one", "0"), warm("two", "1")]
+    wanted = [(A, Plan(spares=1))]
+    assert place(wanted, fleet, ["0", "1", "2"], 1) == [Start(NO_VERSION, "2"), Drain("two")]
+    del fleet[-1]
+    coming = warm("three", "2", state="starting", heard=False)
+    assert place(wanted, [*fleet, coming], ["0", "1", "2"], 1) == []
+    assert place(wanted, [*fleet, warm("three", "2")], ["0", "1", "2"], 1) == [Give("three", A, False)]
+
+
 def test_a_device_is_for_one_worker_even_while_that_drains() -> None:
     fleet = [serving("old", "0", "draining"), serving("other", "1")]
     assert place([(A, Plan(starts=2))], fleet, ["0", "1", "2"], 0) == [Start(A, "2")]
