@@ -195,7 +195,7 @@ class Controller:
                 log.log(level, "%s@%s: %s is gone: %s", *name, ended.worker, ended.description())
                 continue
             served = any(
-                (lease.model, lease.version) == name and lease.state == "active"
+                (lease.model, lease.version) == name and lease.state in ("active", "loaded")
                 for lease in self.observer.live_leases()
             )
             self._start_failed(name, failure, served)

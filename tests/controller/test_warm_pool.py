@@ -51,6 +51,26 @@ def test_a_spare_is_loaded_takes_over_at_once_and_is_made_again(run_bench: Any) 
     run_bench(work)
 
 
+def test_a_version_with_a_loaded_spare_can_be_loaded_so_it_is_not_given_up(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat", max_replicas=2, warm=1)
+        await bench.until(lambda: leases(bench, "chat", "loaded"))
+        (spare,) = leases(bench, "chat", "loaded")
+        bench.scaler._command = (*bench.scaler._command[:-1], "permanent")
+        await bench.set_limits("chat", max_replicas=2, warm=2)
+        await bench.until(lambda: bench.controller._starts["chat", "v1"].failures)
+
+        async def shown() -> bool:
+            return (await bench.record("chat")).reason == "the weights are corrupt"
+
+        await bench.until(shown)
+        assert await bench.state_is("chat", "available")
+        assert [one.worker for one in leases(bench, "chat", "loaded")] == [spare.worker]
+
+    run_bench(work)
+
+
 def test_a_worker_that_is_too_many_becomes_the_missing_spare(run_bench: Any) -> None:
     async def work(bench: Any) -> None:
         await bench.start()
