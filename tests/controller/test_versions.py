@@ -17,7 +17,11 @@ def test_a_registered_version_gets_its_consumer_and_becomes_available(run_bench:
         await bench.start()
         await bench.available("org/chat", "v1.0")
         await bench.request("org/chat", "v1.0", wake=False)
-        assert (await bench.consumer("org/chat", "v1.0")).num_pending == 1
+
+        async def counted() -> bool:  # by the consumer, some time after the stream has stored it
+            return (await bench.consumer("org/chat", "v1.0")).num_pending == 1
+
+        await bench.until(counted)
         assert bench.verified == []  # a simulated engine has no files
 
     run_bench(work)
