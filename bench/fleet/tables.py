@@ -56,8 +56,8 @@ RUNS = {
     "reference": (
         Run("reference", 98),
         Run("reference", 99),
-        Run("reference-fp16", 158),
         Run("reference-fp16", 160),
+        Run("reference-fp16", 168, seconds=120),
     ),
     "trouble": (Run("burst"), Run("loss"), Run("flood"), Run("trouble"), Run("day"), Run("slow-day")),
     "trouble10": (

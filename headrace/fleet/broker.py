@@ -37,6 +37,7 @@ class Broker:
         self.claimed = 0  # delivered and not acknowledged
         self.delivered = 0  # so far
         self.paused = False
+        self._serving = False
 
     @property
     def pending(self) -> int:
@@ -84,6 +85,10 @@ class Broker:
         return False
 
     def _serve(self) -> None:
+        """Hand out what can be. A message calls for the next pull, which is served here too and not one call deeper."""
+        if self._serving:
+            return
+        self._serving = True
         pulls = self._pulls
         while pulls and not self.paused and (queue := self._returned or self._waiting):
             pull = pulls.popleft()
@@ -96,6 +101,7 @@ class Broker:
             self.claimed += 1
             self.delivered += 1
             pull.puller.message(request)
+        self._serving = False
 
     def _expire(self, pull: _Pull) -> None:
         if pull.left > 0 and pull.puller.listens:
