@@ -1,13 +1,12 @@
 """`headrace dlq`: requests that were given up, and why; run one again."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from headrace.globals import Globals
+from headrace.globals import with_bus
 from shared import subjects, wire
 from shared.errors import NotFound
 
@@ -15,7 +14,6 @@ app = typer.Typer(help="Requests that were given up.", no_args_is_help=True)
 
 LIST_MAX = 1000
 
-T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Sequence = Annotated[int, typer.Argument(metavar="SEQ", min=1, help="As `headrace dlq list` shows it.")]
 Body = Annotated[bool, typer.Option("--body", help="Print what people wrote and were answered, too.")]
@@ -48,7 +46,7 @@ def list_(
     from rich.console import Console
     from rich.table import Table
 
-    letters = _with_bus(context, lambda bus: read_all(bus, limit))
+    letters = with_bus(context, lambda bus: read_all(bus, limit))
     if as_json:
         _print_json(letters)
         return
@@ -63,7 +61,7 @@ def list_(
 @app.command()
 def show(context: typer.Context, seq: Sequence, body: Body = False, as_json: Json = False) -> None:
     """All that is known of one; its prompt only with --body."""
-    letter, given = _with_bus(context, lambda bus: read_one(bus, seq))
+    letter, given = with_bus(context, lambda bus: read_one(bus, seq))
     if body:
         letter.body = given
     if as_json:
@@ -93,7 +91,7 @@ def requeue(context: typer.Context, seq: Sequence, body: Body = False) -> None:
         finally:
             await dispatcher.close()
 
-    print(_with_bus(context, work))
+    print(with_bus(context, work))
 
 
 async def read_all(bus: Any, limit: int) -> list[DeadLetter]:
@@ -182,17 +180,3 @@ def _size(given: wire.Input) -> str:
 
 def _print_json(value: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
-def _with_bus(context: typer.Context, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    from shared.bus import Bus
-
-    async def run() -> T:
-        given: Globals = context.obj
-        bus = await Bus.connect(given.settings(), "dlq")
-        try:
-            return await work(bus)
-        finally:
-            await bus.close()
-
-    return asyncio.run(run())

@@ -1,7 +1,10 @@
 """The options that every command knows: which stack it is about."""
 
+import asyncio
 import os
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import typer
@@ -10,6 +13,8 @@ from headrace.stack import state
 from headrace.stack.state import StackError
 from shared import settings as settings_module
 from shared.settings import Settings, SettingsError
+
+T = TypeVar("T")
 
 
 class Globals(msgspec.Struct, frozen=True):
@@ -51,3 +56,19 @@ class Globals(msgspec.Struct, frozen=True):
         if stack is None:
             raise StackError(f"no stack is running on {data}: `headrace up` starts one, --url names another")
         return stack.http
+
+
+def with_bus(context: typer.Context, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """What `work(bus)` comes to, on a bus of the stack that the command is about. Raises StackError or Unavailable."""
+    from shared.bus import Bus
+
+    given: Globals = context.obj
+
+    async def run() -> T:
+        bus = await Bus.connect(given.settings(), context.info_name or "headrace")
+        try:
+            return await work(bus)
+        finally:
+            await bus.close()
+
+    return asyncio.run(run())

@@ -1,21 +1,18 @@
 """`headrace models`: push, list, show, alias, set, decisions, rm, gc."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from headrace import tuning
-from headrace.globals import Globals
+from headrace.globals import Globals, with_bus
 from shared.records import REPLICAS_MAX
 
 app = typer.Typer(help="Register and look at models, on the stack of --data.", no_args_is_help=True)
 
 AVAILABLE_BUDGET_S = 60.0
 
-T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -83,7 +80,7 @@ def alias(
 
     if (version is None) != delete:
         raise typer.BadParameter("give a VERSION, or --delete")
-    route = _with_bus(context, lambda bus: registry.set_alias(bus, model, name, version))
+    route = with_bus(context, lambda bus: registry.set_alias(bus, model, name, version))
     for alias_name, target in sorted(route.aliases.items()):
         print(f"{model}@{alias_name} -> {target}")
 
@@ -113,7 +110,7 @@ def rm(
             for removed in await registry.remove(bus, model, version or None)
         ]
 
-    for removed, deleted in _with_bus(context, work):
+    for removed, deleted in with_bus(context, work):
         print(f"removed {removed.model}@{removed.version}{_freed(deleted)}")
 
 
@@ -127,7 +124,7 @@ def gc(
     from shared.objects import ObjectStore
 
     objects = ObjectStore(_globals(context).settings())
-    found = _with_bus(context, lambda bus: garbage.collect(bus, objects, dry_run))
+    found = with_bus(context, lambda bus: garbage.collect(bus, objects, dry_run))
     for one in found:
         print(f"{'would delete' if dry_run else 'deleted'} {one.key} ({one.size} bytes)")
     print(f"{len(found)} objects, {sum(one.size for one in found)} bytes")
@@ -147,7 +144,7 @@ def _show(context: typer.Context, reference: str | None, as_json: bool) -> None:
     async def read(bus: Any) -> Any:
         return await registry.list_versions(bus, model), await registry.list_routes(bus)
 
-    versions, routes = _with_bus(context, read)
+    versions, routes = with_bus(context, read)
     if model is not None and not versions:
         raise ModelNotFound(f"there is no model {model}")
     if at:
@@ -164,19 +161,6 @@ def _show(context: typer.Context, reference: str | None, as_json: bool) -> None:
         console().print(models_table([model_status(version, routes.get(version.model)) for version in versions]))
         for line in [line for version in versions if model is not None for line in tuning.config_lines(version)]:
             print(line)
-
-
-def _with_bus(context: typer.Context, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    from shared.bus import Bus
-
-    async def run() -> T:
-        bus = await Bus.connect(_globals(context).settings(), "models")
-        try:
-            return await work(bus)
-        finally:
-            await bus.close()
-
-    return asyncio.run(run())
 
 
 def _globals(context: typer.Context) -> Globals:

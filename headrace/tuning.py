@@ -1,13 +1,12 @@
 """`headrace models set` and `headrace models decisions`: how a version is served and scaled, and why it is as it is."""
 
-import asyncio
 import re
 import time
 from typing import Annotated, Any
 
 import typer
 
-from headrace.globals import Globals
+from headrace.globals import with_bus
 from shared.records import DAYS, EngineSettings, ScalingDecision, Version, VersionLimits
 
 WINDOW = re.compile(r"(?:(?P<days>[a-z,-]+) )?(?P<from>\d\d:\d\d)-(?P<to>\d\d:\d\d)=(?P<min>\d+)")
@@ -61,7 +60,7 @@ def set_(
         (limits if name in VersionLimits.__struct_fields__ else engine)[name] = None
     if not limits and not engine:
         raise typer.BadParameter("give something to change")
-    record = _with_bus(context, lambda bus: set_config(bus, model, version, limits, engine))
+    record = with_bus(context, lambda bus: set_config(bus, model, version, limits, engine))
     print("\n".join(config_lines(record)))
 
 
@@ -79,7 +78,7 @@ def decisions(context: typer.Context, target: Target) -> None:
             raise VersionNotFound(f"there is no {model}@{version}", param="version")
         return found
 
-    found = _with_bus(context, read)
+    found = with_bus(context, read)
     if not found:
         print(f"nothing was decided on {model}@{version} yet: it had no work, and no limit asks for a worker")
     spares = 0
@@ -158,19 +157,3 @@ def window(text: str) -> dict[str, Any]:
         count = (DAYS.index(last or first) - begin) % len(DAYS) + 1
         days += [DAYS[(begin + step) % len(DAYS)] for step in range(count)]
     return {"days": days, "from": found["from"], "to": found["to"], "min_replicas": int(found["min"])}
-
-
-def _with_bus(context: typer.Context, work: Any) -> Any:
-    from shared.bus import Bus
-
-    found: Globals = context.obj
-
-    async def run() -> Any:
-        bus = await Bus.connect(found.settings(), "models")
-        try:
-            await bus.ensure()
-            return await work(bus)
-        finally:
-            await bus.close()
-
-    return asyncio.run(run())
