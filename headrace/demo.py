@@ -50,8 +50,8 @@ async def _register(settings: Settings, report: Report) -> None:
 
 async def _push(bus: "Bus", settings: Settings, report: Report) -> None:
     from headrace.push import push
-    from shared import registry
     from shared.objects import ObjectStore
+    from shared.records import STABLE
 
     settings.data_path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="demo-", dir=settings.data_path) as directory:
@@ -59,7 +59,7 @@ async def _push(bus: "Bus", settings: Settings, report: Report) -> None:
         await asyncio.to_thread(convert, Path(directory))
         report(f"uploading {MODEL}@{VERSION} to the object store")
         await push(bus, ObjectStore(settings), directory, MODEL, VERSION)
-    report(f"registered {MODEL}@{VERSION} with the alias {registry.STABLE}")
+    report(f"registered {MODEL}@{VERSION} with the alias {STABLE}")
 
 
 def convert(directory: Path) -> None:

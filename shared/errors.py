@@ -11,8 +11,11 @@ HeadraceError
 |   +-- VersionNotFound     404 version_not_found        unknown version or alias of a known model
 |   +-- VersionRetired      404 version_retired          the version was taken out of service
 |   +-- StreamNotFound      404 stream_not_found         nobody has that request, or has it any more
+|   +-- DeploymentNotFound  404 deployment_not_found     no such deployment
 +-- Conflict                409 version_exists           same version, other bytes
 |   +-- VersionInUse        409 version_in_use           the version cannot be removed; the message says what uses it
+|   +-- DeploymentActive    409 deployment_active        the model's traffic is being moved by a deployment
+|   +-- DeploymentState     409 deployment_state         the deployment cannot do that in its state
 |   +-- ResultGone          409 idempotency_result_gone  the key's request was answered, and its answer is not kept any more
 +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
 +-- HeadersTooLarge         431 headers_too_large        the head of the request is over head_bytes_max
@@ -25,6 +28,7 @@ HeadraceError
 +-- Unavailable             503 bus_unavailable          JetStream cannot be reached or refuses to store
 |   +-- VersionFailed       503 version_failed           the version cannot be loaded; the message says why
 |   +-- NoCapacity          503 no_capacity              max_replicas is 0
+|   +-- NoReplicaForPin     503 no_replica_for_pin       the version that was asked for by name was rolled back
 |   +-- ScalerUnavailable   503 scaler_unavailable       what the workers run on cannot be reached: the controller's alone
 |   +-- ObjectsUnavailable  503 objects_unavailable      the object store cannot be reached
 |   +-- Draining            503 draining                 this process is shutting down
@@ -96,6 +100,10 @@ class StreamNotFound(NotFound):
     code = "stream_not_found"
 
 
+class DeploymentNotFound(NotFound):
+    code = "deployment_not_found"
+
+
 class MethodNotAllowed(HeadraceError):
     code, status, type = "method_not_allowed", 405, "invalid_request_error"
 
@@ -110,6 +118,14 @@ class Conflict(HeadraceError):
 
 class VersionInUse(Conflict):
     code = "version_in_use"
+
+
+class DeploymentActive(Conflict):
+    code = "deployment_active"
+
+
+class DeploymentState(Conflict):
+    code = "deployment_state"
 
 
 class ResultGone(Conflict):
@@ -158,6 +174,10 @@ class VersionFailed(Unavailable):
 
 class NoCapacity(Unavailable):
     code, retryable = "no_capacity", False
+
+
+class NoReplicaForPin(Unavailable):
+    code, retryable = "no_replica_for_pin", False
 
 
 class ScalerUnavailable(Unavailable):

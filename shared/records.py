@@ -18,6 +18,9 @@ REPLICAS_MAX = 10_000  # of a version: each that is missing is a step of every t
 
 WINDOWS_MAX = 64  # of a version's schedule
 
+STABLE = "stable"  # the alias of the version that has the traffic
+ALL_TRAFFIC = 10_000  # basis points
+
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 TargetMs = Annotated[float, Meta(gt=0, le=TARGET_MS_MAX)]
@@ -92,12 +95,18 @@ class Weight(msgspec.Struct, frozen=True, array_like=True):
     basis_points: Annotated[int, Meta(ge=0, le=10_000)]
 
 
-class Route(msgspec.Struct, frozen=True):
+class Route(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a model's plain name and its aliases resolve, in the bucket `routes` under key(model)."""
 
     model: str
     aliases: dict[str, str]
     weights: list[Weight]  # in basis points, 10,000 together
+    withdrawn: dict[
+        str, str
+    ] = {}  # versions that were rolled back, and why: nothing new goes to them, not by a pin either
+    deployment: str = ""  # the last one that wrote this
+    serial: int = 0  # and as of which of its changes
+    rolling: bool = False  # that one goes on
 
 
 class Lease(msgspec.Struct, kw_only=True):

@@ -19,6 +19,7 @@ from shared.config import check_limits
 from shared.errors import (
     BadRequest,
     Conflict,
+    DeploymentActive,
     Internal,
     ModelNotFound,
     Unavailable,
@@ -27,15 +28,13 @@ from shared.errors import (
     VersionNotFound,
     VersionRetired,
 )
-from shared.records import Lease, Record, Route, Version, Weight
+from shared.records import ALL_TRAFFIC, STABLE, Lease, Record, Route, Version, Weight
 
 log = logging.getLogger(__name__)
 
 SIMULATED = "sim:"
 STORED = "s3"  # the source of a version whose files are in the object store
-STABLE = "stable"
 RESERVED_ALIASES = {STABLE, "canary"}
-ALL_TRAFFIC = 10_000  # basis points
 WRITE_TRIES_MAX = 10
 
 
@@ -153,6 +152,8 @@ async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Ro
         if found is None:
             raise ModelNotFound(f"there is no model {model}", param="model")
         route = records.decode_route(found[0])
+        if route.rolling and alias in RESERVED_ALIASES:
+            raise DeploymentActive(f"{route.deployment} moves the traffic of {model}: roll it back or promote it first")
         aliases = {name: target for name, target in route.aliases.items() if name != alias}
         route = replace(route, aliases=aliases | ({alias: version} if version else {}))
         if version is not None and alias == STABLE:

@@ -13,6 +13,7 @@ DLQ_SUBJECTS = "dlq.>"
 
 MODELS_BUCKET = "models"
 ROUTES_BUCKET = "routes"
+DEPLOYMENTS_BUCKET = "deployments"
 WORKERS_BUCKET = "workers"
 INGRESSES_BUCKET = "ingresses"
 IDEMPOTENCY_BUCKET = "idempotency"

@@ -1,0 +1,178 @@
+"""The rollout machine: from what is known of a deployment to what it becomes. Pure: facts and the time in.
+
+    pending -> warming -> stepping 1 .. n -> baking -> promoted
+                  any of these -> rolling_back -> rolled_back        paused and back; promoted -> rolling_back by hand
+
+No share of the traffic is given before workers for it serve, and stable keeps what it would need for all of it until the new
+version has baked. Gates are looked at in every state with traffic, paused ones too.
+"""
+
+import math
+
+from msgspec import Struct
+
+from controller.autoscaler import ROUNDING
+from controller.gates import judge
+from shared.records import ALL_TRAFFIC
+from shared.rollouts import Deployment, Finding, Step, noted
+from shared.tally import Tally
+
+START_FAILURES_MAX = 2  # of the canary's workers in a row; a permanent one is enough
+PASSED = "gates passed"
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """What is known of a deployment's two versions. Times are seconds."""
+
+    state: str = "available"  # of the new version's record; "deleted" when there is none
+    state_reason: str = ""
+    active: int = 0  # workers of the new version that serve
+    workers: int = 0  # there are of it, whatever they do
+    open_requests: int | None = 0  # of the new version, queued or claimed; None: not known
+    work: float = 0.0  # slots that the load of both versions asks for, at its latest peak
+    utilisation: float = 0.7  # of the slots, that is aimed at
+    slots: int = 0  # of a worker of the new version, 0 while unknown
+    stable_slots: int = 0
+    replicas_max: int = 1  # of the new version
+    cold_start_s: float | None = None  # of the new version's workers
+    crashes: int = 0  # of its workers, that had been serving
+    last_crash: str = ""
+    start_failures: int = 0  # in a row
+    start_failure: str = ""  # the last one
+    canary_step: Tally = Tally()  # since the step began
+    stable_step: Tally = Tally()
+    canary_all: Tally = Tally()  # since the deployment began
+    stable_all: Tally = Tally()
+
+
+def replicas_for(facts: Facts, basis_points: int) -> int:
+    """Workers of the new version that such a share of the traffic takes; at least one, and at most what it may have."""
+    work = facts.work * basis_points / ALL_TRAFFIC
+    need = math.ceil(work / (facts.slots * facts.utilisation) - ROUNDING) if facts.slots else 1
+    return min(max(1, need), max(1, facts.replicas_max))
+
+
+def floors(deployment: Deployment, facts: Facts, now: float) -> tuple[int, int]:
+    """Replicas that the new and the old version have to have, whatever their load of the moment asks for."""
+    phase = deployment.phase
+    if deployment.ended or phase == "pending" or deployment.strategy == "immediate":
+        return 0, 0
+    need = math.ceil(facts.work / (facts.stable_slots * facts.utilisation) - ROUNDING) if facts.stable_slots else 1
+    stable = max(1, need) if facts.work > 0 else 0
+    if phase == "rolling_back":
+        return 0, stable
+    if phase == "warming":
+        return replicas_for(facts, deployment.steps[0].basis_points), stable
+    share = deployment.basis_points
+    following = _following(deployment)
+    if phase == "stepping" and following is not None and deployment.state != "paused":
+        lead_s = 1.5 * facts.cold_start_s if facts.cold_start_s is not None else 30.0
+        if deployment.hurried or now - deployment.since >= deployment.steps[deployment.step].soak_seconds - lead_s:
+            share = following.basis_points
+    return replicas_for(facts, share), stable
+
+
+def advance(deployment: Deployment, facts: Facts, now: float) -> Deployment:
+    """The deployment as of `now` (unix seconds): the same one, or one change further."""
+    if deployment.ended:
+        return deployment
+    if deployment.state == "rolling_back":
+        if facts.workers == 0 or facts.open_requests == 0:
+            return noted(deployment, "rolled_back", "no request of the version is left", now)
+        return deployment
+    trouble, evidence = _trouble(deployment, facts)
+    if trouble:
+        return noted(deployment, "rolling_back", trouble, now, evidence=evidence)
+    match deployment.state:
+        case "pending" if facts.state == "available":
+            if deployment.strategy == "immediate":
+                return noted(deployment, "promoted", "immediate: nothing is waited for", now)
+            first = replicas_for(facts, deployment.steps[0].basis_points)
+            return noted(deployment, "warming", f"{first} workers are to be loaded before any traffic", now)
+        case "warming" if facts.active >= replicas_for(facts, deployment.steps[0].basis_points):
+            return noted(deployment, "stepping", f"{facts.active} workers serve", now, step=0)
+        case "stepping" if not waits_for(deployment, facts, now):
+            found = [] if deployment.hurried else _findings(deployment, facts)
+            reason = "promoted by hand" if deployment.hurried else PASSED
+            if _following(deployment) is None:
+                return noted(deployment, "baking", reason, now, evidence=found)
+            return noted(deployment, "stepping", reason, now, step=deployment.step + 1, evidence=found)
+        case "baking" if not waits_for(deployment, facts, now):
+            reason = "promoted by hand" if deployment.hurried else "baked"
+            return noted(deployment, "promoted", reason, now, evidence=_findings(deployment, facts))
+    return deployment
+
+
+def waits_for(deployment: Deployment, facts: Facts, now: float) -> str:
+    """What the deployment waits for in its state, in words; "": for nothing."""
+    phase = deployment.phase
+    if deployment.ended:
+        return ""
+    if deployment.state == "paused":
+        return "`resume`, `promote` or `rollback`"
+    if phase == "rolling_back":
+        return f"{facts.open_requests} requests that run" if facts.open_requests else ""
+    if phase == "pending":
+        return "the version to be available" if facts.state != "available" else ""
+    if phase == "warming":
+        return _lacks(facts, deployment.steps[0])
+    soaked_s = now - deployment.since
+    if phase == "baking":
+        left_s = 0.0 if deployment.hurried else deployment.bake_seconds - soaked_s
+        return f"{left_s:.0f} s of baking" if left_s > 0 else ""
+    step = deployment.steps[deployment.step]
+    if not deployment.hurried:
+        if soaked_s < step.soak_seconds:
+            return f"{step.soak_seconds - soaked_s:.0f} s of soaking"
+        if facts.canary_step.ended < step.requests_min:
+            return f"requests: {facts.canary_step.ended} of {step.requests_min} have ended"
+    following = _following(deployment)
+    return _lacks(facts, following) if following is not None else ""
+
+
+def _following(deployment: Deployment) -> Step | None:
+    later = deployment.steps[deployment.step + 1 :]
+    return later[0] if later else None
+
+
+def _lacks(facts: Facts, step: Step) -> str:
+    needed = replicas_for(facts, step.basis_points)
+    return f"workers: {facts.active} of {needed} serve" if facts.active < needed else ""
+
+
+def _trouble(deployment: Deployment, facts: Facts) -> tuple[str, list[Finding]]:
+    """Why the deployment has to be rolled back, with the evidence; "": it need not."""
+    name = f"{deployment.model}@{deployment.version}"
+    if facts.state in ("failed", "retired", "deleted"):
+        return f"{name} is {facts.state}{f': {facts.state_reason}' if facts.state_reason else ''}", []
+    if deployment.hurried:
+        return "", []
+    if facts.start_failures >= START_FAILURES_MAX:
+        return f"{facts.start_failures} workers in a row could not start: {facts.start_failure}", []
+    most = deployment.gates.crashes_max
+    if most is not None and facts.crashes > most:
+        return f"{facts.crashes} workers of {name} ended by themselves, the last one: {facts.last_crash}", []
+    found = _findings(deployment, facts)
+    breached = [finding for finding in found if finding.breached]
+    if breached:
+        return "; ".join(_said(finding) for finding in breached), found
+    return "", []
+
+
+def _findings(deployment: Deployment, facts: Facts) -> list[Finding]:
+    """What the gates say of the step and of the whole deployment; while stable has no traffic, against what it had."""
+    if deployment.basis_points == 0:
+        return []
+    alone = deployment.basis_points == ALL_TRAFFIC
+    stable_step = facts.stable_all if alone else facts.stable_step
+    found = judge(deployment.gates, facts.canary_step, stable_step, "step")
+    return found + judge(deployment.gates, facts.canary_all, facts.stable_all, "deployment")
+
+
+def _said(finding: Finding) -> str:
+    unit, scale = ("%", 100.0) if finding.gate.endswith("rate") else (" ms", 1.0)
+    than = f", stable has {finding.stable * scale:.4g}{unit}" if finding.stable is not None else ""
+    return (
+        f"{finding.gate} is {finding.canary * scale:.4g}{unit} of {finding.samples} requests, surely over the limit of "
+        f"{finding.limit * scale:.4g}{unit}{than}"
+    )

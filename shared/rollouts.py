@@ -1,0 +1,283 @@
+"""Deployments: how a version is to take over a model's traffic, how far it has come, and the route that follows. Pure.
+
+A deployment is written by whoever creates or commands it and by the controller that leads, always by compare-and-set; each
+write raises `serial`. The route that follows from it carries id and serial: a late writer cannot bring an older one back.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from shared import records, subjects
+from shared.errors import BadRequest, Internal
+from shared.records import ALL_TRAFFIC, STABLE, Route, Weight
+
+CANARY = "canary"  # the alias of the version that a rollout is about, while it lasts
+STEPS_MAX = 100
+EVENTS_MAX = 200
+SECONDS_MAX = 7 * 24 * 3600.0
+
+Strategy = Literal["canary", "ramp", "blue_green", "immediate"]
+State = Literal[
+    "pending", "warming", "stepping", "baking", "paused", "promoted", "rolling_back", "rolled_back", "failed"
+]
+ENDED: tuple[State, ...] = ("promoted", "rolled_back", "failed")
+Command = Literal["rollback", "pause", "resume", "promote"]
+
+Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A share of the traffic, and how long and for how many of its requests it is looked at before the next one."""
+
+    pct: Annotated[float, Meta(gt=0, le=100)]
+    soak_seconds: Seconds = 60.0
+    requests_min: Annotated[int, Meta(ge=0, le=1_000_000)] = 100
+
+    @property
+    def basis_points(self) -> int:
+        return round(self.pct * 100)
+
+
+class RateGate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A share of the requests. Breached when it is surely more than stable's and `difference_max`, or more than `max`."""
+
+    difference_max: Share | None = 0.01
+    max: Share | None = None
+
+
+class LatencyGate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A 99th percentile. Breached when it is surely more than `ratio_max` times stable's + `slack_ms`, or than `max_ms`."""
+
+    ratio_max: Annotated[float, Meta(ge=1)] | None = 1.5
+    slack_ms: Annotated[float, Meta(ge=0)] = 5.0
+    max_ms: Annotated[float, Meta(gt=0)] | None = None
+
+
+class Gates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a canary must keep, against stable at the same time; null: no such gate. The test is in docs/rollouts.md."""
+
+    error_rate: RateGate | None = RateGate()  # answers of 500 and more
+    refusal_rate: RateGate | None = RateGate(difference_max=0.05)  # answers of 400 to 498
+    ttft_p99: LatencyGate | None = LatencyGate(slack_ms=50.0)
+    tpot_p99: LatencyGate | None = LatencyGate()
+    crashes_max: Annotated[int, Meta(ge=0)] | None = (
+        1  # workers that end by themselves; one more, and it is rolled back
+    )
+    samples_min: Annotated[int, Meta(ge=1)] = 30  # of each version, before it is compared
+
+
+class NewDeployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `POST /v1/deployments` takes. Without `steps`, those of the strategy."""
+
+    model: str
+    version: str
+    strategy: Strategy = "canary"
+    steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS_MAX)] | None = None
+    gates: Gates = Gates()
+    bake_seconds: Seconds | None = None  # at 100%, with the old version still loaded; None: the strategy's
+
+
+class Finding(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a gate saw. Rates are shares, times milliseconds."""
+
+    gate: str
+    breached: bool
+    canary: float
+    limit: float
+    samples: int
+    window: str  # step | deployment: since when
+    stable: float | None = None
+    stable_samples: int = 0
+
+
+class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A change of a deployment's state, with what it rests on."""
+
+    at: float  # unix seconds
+    state: State
+    pct: float  # of the traffic that goes to the new version from then on
+    reason: str
+    evidence: list[Finding] = []
+
+
+class Deployment(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A deployment as it is now, in the bucket `deployments` under key(id)."""
+
+    id: str
+    model: str
+    version: str
+    stable: str  # the version that had the traffic before
+    strategy: Strategy
+    steps: tuple[Step, ...]
+    gates: Gates
+    bake_seconds: float
+    state: State = "pending"
+    step: int = -1  # which one it is at; -1: no traffic yet
+    since: float = 0.0  # unix seconds: when the state or the step began
+    created: float = 0.0  # unix seconds
+    serial: int = 1
+    paused_in: State | None = None  # of paused: where it goes on
+    hurried: bool = False  # `promote`: neither soak nor bake nor gates are waited for
+    reason: str = ""  # of the last change
+    events: list[Event] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def phase(self) -> State:
+        """The state, or the one that it was paused in."""
+        return self.paused_in if self.state == "paused" and self.paused_in is not None else self.state
+
+    @property
+    def basis_points(self) -> int:
+        """Of the traffic, for the new version."""
+        if self.phase == "stepping":
+            return self.steps[self.step].basis_points
+        return ALL_TRAFFIC if self.phase in ("baking", "promoted") else 0
+
+
+DEFAULT_STEPS: dict[Strategy, tuple[Step, ...]] = {
+    "canary": tuple(Step(pct=pct) for pct in (1, 5, 25, 100)),
+    "ramp": tuple(Step(pct=pct, soak_seconds=15.0, requests_min=50) for pct in range(10, 101, 10)),
+    "blue_green": (Step(pct=100),),
+    "immediate": (Step(pct=100, soak_seconds=0.0, requests_min=0),),
+}
+DEFAULT_BAKE_S: dict[Strategy, float] = {"canary": 120.0, "ramp": 120.0, "blue_green": 300.0, "immediate": 0.0}
+
+
+def plan_of(asked: NewDeployment, id_: str, stable: str, now: float) -> Deployment:
+    """The deployment that is asked for, about to begin; `now` in unix seconds. Raises BadRequest."""
+    steps = asked.steps or DEFAULT_STEPS[asked.strategy]
+    if asked.steps and asked.strategy in ("blue_green", "immediate"):
+        raise BadRequest(f"steps: {asked.strategy} has none", param="steps")
+    if asked.version == stable:
+        raise BadRequest(f"{asked.model}@{stable} has all the traffic already", param="version")
+    shares = [step.basis_points for step in steps]
+    if shares != sorted(set(shares)) or shares[-1] != ALL_TRAFFIC or shares[0] < 1:
+        raise BadRequest("steps: each needs a higher `pct` than the one before, the last one 100", param="steps")
+    return noted(
+        Deployment(
+            id=id_,
+            model=asked.model,
+            version=asked.version,
+            stable=stable,
+            strategy=asked.strategy,
+            steps=steps,
+            gates=asked.gates,
+            bake_seconds=DEFAULT_BAKE_S[asked.strategy] if asked.bake_seconds is None else asked.bake_seconds,
+            created=now,
+            serial=0,
+        ),
+        "pending",
+        "created",
+        now,
+    )
+
+
+def noted(
+    deployment: Deployment,
+    state: State,
+    reason: str,
+    now: float,
+    *,
+    step: int | None = None,
+    evidence: list[Finding] | None = None,
+    paused_in: State | None = None,
+    hurried: bool | None = None,
+) -> Deployment:
+    """The deployment in another state or step, with the event that tells of it."""
+    moved = replace(
+        deployment,
+        state=state,
+        step=deployment.step if step is None else step,
+        since=deployment.since if "paused" in (state, deployment.state) else now,
+        paused_in=paused_in,
+        hurried=deployment.hurried if hurried is None else hurried,
+        reason=reason,
+        serial=deployment.serial + 1,
+    )
+    event = Event(at=now, state=state, pct=moved.basis_points / 100, reason=reason, evidence=evidence or [])
+    return replace(moved, events=[*deployment.events, event][-EVENTS_MAX:])
+
+
+def route_of(deployment: Deployment, route: Route) -> Route:
+    """The model's route as the deployment wants it. Both versions keep their place: raising a weight only moves keys over."""
+    new, old = deployment.version, deployment.stable
+    aliases = {name: target for name, target in route.aliases.items() if name != CANARY}
+    withdrawn = {name: why for name, why in route.withdrawn.items() if name != new}
+    weights = [Weight(old, ALL_TRAFFIC)]
+    phase = deployment.phase
+    if phase in ("rolling_back", "rolled_back"):
+        withdrawn[new] = f"deployment {deployment.id} was rolled back: {reason_of_rollback(deployment)}"
+        if aliases.get(STABLE) == new:  # it had been promoted
+            aliases[STABLE] = old
+    elif phase == "promoted":
+        aliases[STABLE] = new
+        weights = [Weight(new, ALL_TRAFFIC)]
+    elif phase != "failed":
+        aliases[CANARY] = new
+        share = deployment.basis_points
+        weights = [each for each in (Weight(old, ALL_TRAFFIC - share), Weight(new, share)) if each.basis_points]
+    return replace(
+        route,
+        aliases=aliases,
+        weights=weights,
+        withdrawn=withdrawn,
+        deployment=deployment.id,
+        serial=deployment.serial,
+        rolling=not deployment.ended,
+    )
+
+
+def reason_of_rollback(deployment: Deployment) -> str:
+    """Why it was rolled back, or is being."""
+    return next((event.reason for event in reversed(deployment.events) if event.state == "rolling_back"), "")
+
+
+def is_newer(deployment: Deployment, route: Route) -> bool:
+    """Whether the route does not say what the deployment says, and is not of a later one."""
+    mine, written = _number(deployment.id), _number(route.deployment)
+    return mine > written or (mine == written and deployment.serial > route.serial)
+
+
+ID_PREFIX = "d-"
+
+
+def id_of(number: int) -> str:
+    return f"{ID_PREFIX}{number}"
+
+
+def _number(id_: str) -> int:
+    return number_of(id_) if id_ else 0
+
+
+def number_of(id_: str) -> int:
+    """The place of a deployment in the order in which they were created. Raises Internal for what is no id."""
+    digits = id_.removeprefix(ID_PREFIX)
+    if digits == id_ or not digits.isascii() or not digits.isdigit():
+        raise Internal(f"{id_} is no deployment's id")
+    return int(digits)
+
+
+_decode = msgspec.json.Decoder(Deployment).decode
+
+
+def deployment_at(key: str, raw: bytes) -> Deployment:
+    """What is stored under `key` in the bucket `deployments`. Raises Internal, also when it is not of that key."""
+    try:
+        found = _decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Internal(f"a deployment cannot be read: {error}") from None
+    number_of(found.id)
+    if subjects.key(found.id) != key:
+        raise Internal(f"what is stored under {key} is of another key")
+    return found
+
+
+encode = records.encode
