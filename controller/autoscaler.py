@@ -61,6 +61,8 @@ class VersionFacts(Struct, frozen=True, kw_only=True):
     history: tuple[Sample, ...] = ()
     known_since: float = -math.inf  # since when the lag has been known without a gap
     scheduled_min: int = 0  # replicas that a window of the schedule asks for now
+    rollout_min: int = 0  # replicas that a deployment needs now
+    withdrawn: bool = False  # it was rolled back: what runs is finished, and nothing is started
     warm: int = 0  # loaded spares that are wanted
     spares: int = 0  # that are there
     stranded: int = 0  # of the claimed messages, those that no live worker tells of
@@ -130,11 +132,17 @@ def decide(snapshot: Snapshot, now: float, policy: Policy | None = None) -> list
                 version=facts.version,
                 desired=desired,
                 reasons=tuple(reasons),
-                spares=min(facts.warm, max(0, facts.max_replicas - desired)) if facts.state == "available" else 0,
+                spares=_spares(facts, desired),
                 signals=signals(facts),
             )
         )
     return decisions
+
+
+def _spares(facts: VersionFacts, desired: int) -> int:
+    if facts.state != "available" or facts.withdrawn:
+        return 0
+    return min(facts.warm, max(0, facts.max_replicas - desired))
 
 
 def load(facts: VersionFacts, policy: Policy) -> tuple[float, str]:
@@ -209,6 +217,9 @@ def _desired(facts: VersionFacts, now: float, policy: Policy) -> tuple[int, list
         return 0, ["registered"]
     if facts.state != "available":
         return 0, [facts.state]
+    if facts.withdrawn:
+        runs = facts.lag is None or _work(facts) > 0
+        return sum(replica.active for replica in facts.replicas) if runs else 0, ["rolled_back"]
     if facts.lag is None:
         return current, ["lag_unknown"]
     idle = _work(facts) == 0 and now - facts.busy_at >= facts.idle_seconds
@@ -257,8 +268,8 @@ def _need(facts: VersionFacts, work: float, reason: str, policy: Policy) -> tupl
 def _bounded(facts: VersionFacts, need: int) -> tuple[int, list[str]]:
     if need > facts.max_replicas:
         return facts.max_replicas, ["max_replicas"]
-    least = max(facts.min_replicas, facts.scheduled_min)
-    if need < least:
-        reason = "schedule" if facts.scheduled_min > facts.min_replicas else "min_replicas"
-        return min(least, facts.max_replicas), [reason]
+    leasts = {"min_replicas": facts.min_replicas, "schedule": facts.scheduled_min, "rollout": facts.rollout_min}
+    reason = max(leasts, key=lambda each: leasts[each])
+    if need < leasts[reason]:
+        return min(leasts[reason], facts.max_replicas), [reason]
     return need, []

@@ -7,9 +7,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from controller import fleet, placement
 from controller.allocation import Turn, allocate, demand_of
-from controller.autoscaler import Decision, Snapshot, decide, policy_of
+from controller.autoscaler import Decision, Snapshot, VersionFacts, decide, policy_of
 from controller.decisions import Decisions
 from controller.faults import point
 from controller.fleet import Kill, Member, Plan, Told
@@ -17,6 +19,7 @@ from controller.leader import Leadership
 from controller.metrics import Metrics, VersionView
 from controller.observer import HINT_S, Observer, VersionKey
 from controller.placement import NO_VERSION, Drain, Give, Start
+from controller.rollouts import Rollouts
 from controller.scalers.base import Scaler
 from controller.starts import Exit, Failure, Starts, judge
 from controller.versions import Verify, Versions
@@ -49,6 +52,7 @@ class Controller:
         self.observer = Observer(bus, settings)
         self.leader = Leadership(bus, settings.leader_ttl_s, self.wake)
         self._versions = Versions(bus, self.observer, settings, verify)
+        self._rollouts = Rollouts(bus, self.leader, self._policy, self.wake)
         self._starts: defaultdict[VersionKey, Starts] = defaultdict(Starts)
         self._exits: list[Exit] = []  # not judged yet
         self._ready: set[tuple[str, VersionKey]] = set()  # workers that have been, as what
@@ -71,6 +75,7 @@ class Controller:
         await self._bus.ensure()
         try:
             await self.observer.start()
+            await self._rollouts.start()
             await self._scaler.open()
             await self._decisions.start()
             await self.leader.start()
@@ -83,6 +88,7 @@ class Controller:
             await self._decisions.close()
             await self.leader.close()
             await self._scaler.close()
+            await self._rollouts.close()
             await self.observer.close()
 
     async def _pause(self) -> None:
@@ -114,7 +120,8 @@ class Controller:
         self._note_cold_starts(now)
         names = sorted((observer.records.keys() | by_version.keys()) - {NO_VERSION})
         views, wanted = [], []
-        for name, decision in zip(names, self._decide(names, by_version, now), strict=True):
+        facts = self._facts(names, by_version, now)
+        for name, decision in zip(names, self._decide(facts, now), strict=True):
             view = VersionView(decision=decision, members=tuple(by_version[name]), lag=observer.lag.get(name))
             self._tell(view)
             plan = self._plan(name, view, now)
@@ -126,6 +133,7 @@ class Controller:
         makes_warm, warm_workers = now >= self._starts[NO_VERSION].retry_at, self._settings.warm_workers
         for action in placement.place(wanted, members, scaler.devices, warm_workers, scaler.makes_workers, makes_warm):
             await self._place(action)
+        await self._rollouts.step(facts, by_version, observer.records, self._starts)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
         self._forget(set(names))
@@ -140,12 +148,20 @@ class Controller:
         else:
             self._term = term
 
-    def _decide(
+    def _facts(
         self, names: list[VersionKey], members: Mapping[VersionKey, list[Member]], now: float
-    ) -> list[Decision]:
+    ) -> dict[VersionKey, VersionFacts]:
+        observer = self.observer
+        facts = {name: observer.facts(name, members[name], self._scaler.replicas_max, now) for name in names}
+        floors = self._rollouts.floors(facts, members, observer.records, self._starts)
+        return {
+            name: replace(each, rollout_min=floors.get(name, 0), withdrawn=self._rollouts.withdrawn(name))
+            for name, each in facts.items()
+        }
+
+    def _decide(self, facts: Mapping[VersionKey, VersionFacts], now: float) -> list[Decision]:
         """What each version should have; within what there is of devices."""
         scaler, observer = self._scaler, self.observer
-        facts = {name: observer.facts(name, members[name], scaler.replicas_max, now) for name in names}
         decisions = decide(Snapshot(tuple(facts.values())), now, self._policy)
         if scaler.devices is None:
             return decisions
@@ -153,7 +169,7 @@ class Controller:
             name: demand_of(
                 facts[name], observer.limits(name).priority, now < self._starts[name].retry_at, now, self._policy
             )
-            for name in names
+            for name in facts
         }
         decisions, self._turns = allocate(decisions, demands, len(scaler.devices), now, self._policy, self._turns)
         return decisions
@@ -191,6 +207,9 @@ class Controller:
             name = (ended.model, ended.version)
             failure = judge(ended, seen.lease if seen else None, seen is not None and seen.was_active)
             if failure is None:
+                by_itself = not ended.asked and ended.code != 0 and not ended.outside
+                if by_itself and seen is not None and not seen.deleted:
+                    self._rollouts.crashed(name, ended.description())
                 level = logging.INFO if ended.asked or ended.code == 0 else logging.WARNING
                 log.log(level, "%s@%s: %s is gone: %s", *name, ended.worker, ended.description())
                 continue

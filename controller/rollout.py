@@ -9,7 +9,7 @@ version has baked. Gates are looked at in every state with traffic, paused ones 
 
 import math
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from controller.autoscaler import ROUNDING
 from controller.gates import judge
@@ -19,6 +19,7 @@ from shared.tally import Tally
 
 START_FAILURES_MAX = 2  # of the canary's workers in a row; a permanent one is enough
 PASSED = "gates passed"
+LINGER_S = 10.0  # without workers, until what is still queued is left to expire
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -39,10 +40,10 @@ class Facts(Struct, frozen=True, kw_only=True):
     last_crash: str = ""
     start_failures: int = 0  # in a row
     start_failure: str = ""  # the last one
-    canary_step: Tally = Tally()  # since the step began
-    stable_step: Tally = Tally()
-    canary_all: Tally = Tally()  # since the deployment began
-    stable_all: Tally = Tally()
+    canary_step: Tally = field(default_factory=Tally)  # since the step began
+    stable_step: Tally = field(default_factory=Tally)
+    canary_all: Tally = field(default_factory=Tally)  # since the deployment began
+    stable_all: Tally = field(default_factory=Tally)
 
 
 def replicas_for(facts: Facts, basis_points: int) -> int:
@@ -77,8 +78,9 @@ def advance(deployment: Deployment, facts: Facts, now: float) -> Deployment:
     if deployment.ended:
         return deployment
     if deployment.state == "rolling_back":
-        if facts.workers == 0 or facts.open_requests == 0:
-            return noted(deployment, "rolled_back", "no request of the version is left", now)
+        left_alone = facts.workers == 0 and now - deployment.since >= LINGER_S
+        if facts.open_requests == 0 or left_alone:
+            return noted(deployment, "rolled_back", "it has no traffic, and nothing of it runs", now)
         return deployment
     trouble, evidence = _trouble(deployment, facts)
     if trouble:

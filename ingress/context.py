@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ingress.admission import Admission
 from ingress.keys import Keys
 from ingress.metrics import Metrics
+from ingress.observations import Observations
 from ingress.registrar import Registrar
 from ingress.router import Router
 from shared import subjects
@@ -42,6 +43,7 @@ class Context:
         self.open: set[Exchange] = set()
         self.draining = False
         self.accepting = True  # requests, in the drain too as long as its budget lasts
+        self.observations = Observations(router.route)
         self.metrics = Metrics(lambda: dispatcher.queued(self.tenant), lambda: len(self.open), dispatcher.totals)
 
     def check_accepting(self) -> None:

@@ -161,10 +161,13 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         keys = Keys(bus, settings)
         registrar = Registrar(bus, settings)
         context = Context(settings, router, dispatcher, keys, registrar, lambda: bus.connected and watches.live)
+        lease = context.observations.keeper(bus)
+        await lease.start()
         stop = _stop_on_signals()
         gc.collect()
         gc.freeze()  # what is loaded by now stays: full collections need not walk it
         await serve_until(stop, context, bound)
+        await lease.stop()
         await watches.close()
         await dispatcher.close()
         await keys.close()

@@ -56,6 +56,13 @@ class Served:
         if self.first_token_s is None:
             self.first_token_s = now_s
 
+    @property
+    def per_token_s(self) -> float | None:
+        """The mean time between its tokens; None: there are not two, or it did not end with its usage."""
+        if self.usage is None or self.first_token_s is None or self.usage.completion_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.usage.completion_tokens - 1)
+
 
 class VersionMetrics:
     """The children of one model and version: looking them up by label costs more than counting."""
@@ -156,8 +163,9 @@ class Metrics:
         if usage is not None:
             children.prompt_tokens.inc(usage.prompt_tokens)
             children.output_tokens.inc(usage.completion_tokens)
-            if first_s is not None and usage.completion_tokens > 1:
-                children.tpot.observe((served.last_token_s - first_s) / (usage.completion_tokens - 1))
+        per_token_s = served.per_token_s
+        if per_token_s is not None:
+            children.tpot.observe(per_token_s)
         children.claims.inc(served.claims)
 
     def exposition(self) -> bytes:

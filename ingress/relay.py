@@ -77,16 +77,20 @@ class Exchange(Response):
         self._task = asyncio.current_task()
         context = self._context
         context.open.add(self)
-        code = Cancelled.code
+        code, status = Cancelled.code, Cancelled.status
         try:
             error = await self._outcome(scope, receive, send)
-            code = OK if error is None else DETACHED if self._detachable and self._client_gone else error.code
+            left = self._detachable and self._client_gone
+            status = 200 if error is None else Cancelled.status if left else error.status
+            code = OK if error is None else DETACHED if left else error.code
             # half a plain answer cannot be turned into an error: its connection is cut
             if error is not None and not self._client_gone and (self._streamed or not self._head_sent):
                 await self._fail(error, receive, send)
         finally:
             context.open.discard(self)
             context.metrics.finished(self._served, self._route, code, time.monotonic() - self._started)
+            if self._counts:
+                context.observations.finished(self._served, status)
 
     @property
     def task(self) -> asyncio.Task[Any]:

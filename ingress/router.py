@@ -54,6 +54,10 @@ class Router:
         if not known:
             self._versions.pop(model, None)
 
+    def route(self, model: str) -> Route | None:
+        """How a model's names resolve now."""
+        return self._routes.get(model)
+
     def put_route(self, route: Route) -> None:
         self._routes[route.model] = route
 

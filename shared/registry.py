@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from shared import records, subjects
+from shared import records, rollouts, subjects
 from shared.bus import Bus
 from shared.config import check_limits
 from shared.errors import (
@@ -186,7 +186,15 @@ async def remove(bus: Bus, model: str, version: str | None = None) -> list[Versi
         await _retire(bus, record)
     if last and route is not None:
         await bus.kv_delete(subjects.ROUTES_BUCKET, subjects.key(model), route[1])
+        await _forget_deployments(bus, model)
     return doomed
+
+
+async def _forget_deployments(bus: Bus, model: str) -> None:
+    """What they did must not be done to a model that gets the name later."""
+    for each in await read_bucket(bus, subjects.DEPLOYMENTS_BUCKET, rollouts.deployment_at):
+        if each.model == model:
+            await bus.kv_delete(subjects.DEPLOYMENTS_BUCKET, subjects.key(each.id))
 
 
 async def _retire(bus: Bus, record: Version) -> None:

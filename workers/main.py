@@ -24,6 +24,7 @@ from shared import lifeline, records, subjects, wire
 from shared.bus import Bus, Message
 from shared.config import engine_digest
 from shared.errors import Cancelled, HeadraceError, VersionNotFound
+from shared.leases import LeaseKeeper
 from shared.log import configure_logging
 from shared.records import Lease, Version
 from shared.settings import Settings, load
@@ -31,7 +32,6 @@ from shared.wire import Assign
 from workers.device_lock import hold_device
 from workers.engine.load import SIMULATED, LoadRefused, import_engine, load_engine, warm_up
 from workers.engine.request import Engine
-from workers.leases import LeaseKeeper
 from workers.metrics import WorkerMetrics
 from workers.server import WorkerServer
 
@@ -76,7 +76,7 @@ class Worker:
             loop.add_signal_handler(number, self._stop.set)
         self._phase("process", time.time() - self._born)
         bus = await Bus.connect(self._settings, f"worker-{self.id}")
-        leases = LeaseKeeper(bus, self.id, self.lease)
+        leases = LeaseKeeper(bus, subjects.WORKERS_BUCKET, self.id, lambda: records.encode(self.lease()))
         await bus.subscribe(subjects.worker_assign(self.id), self._on_assign)
         await bus.subscribe(subjects.worker_drain(self.id), lambda _message: self._stop.set())
         await leases.start()

@@ -1,22 +1,20 @@
-"""A worker's lease: what it says of itself every second, until it goes."""
+"""The lease of a process: what it says of itself every second, until it goes."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 
-from shared import records, subjects
 from shared.bus import Bus
 from shared.errors import Unavailable
-from shared.records import Lease
 
 log = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """Writes `current()` to the bucket `workers` every `lease_every_s` and at once after `changed()`."""
+    """Writes `current()` under `key` of `bucket` every `lease_every_s` and at once after `changed()`."""
 
-    def __init__(self, bus: Bus, worker: str, current: Callable[[], Lease]) -> None:
-        self._bus, self._worker, self._current = bus, worker, current
+    def __init__(self, bus: Bus, bucket: str, key: str, current: Callable[[], bytes]) -> None:
+        self._bus, self._bucket, self._key, self._current = bus, bucket, key, current
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -28,19 +26,18 @@ class LeaseKeeper:
         self._changed.set()
 
     async def stop(self) -> None:
-        """End the lease: the worker is gone in good order."""
+        """End the lease: the process is gone in good order."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         try:
-            await self._bus.kv_delete(subjects.WORKERS_BUCKET, self._worker)
+            await self._bus.kv_delete(self._bucket, self._key)
         except Unavailable as error:
             log.warning("the lease is left to expire: %s", error.message)
 
     async def write(self) -> None:
         try:
-            lease = self._current()
-            await self._bus.kv_put(subjects.WORKERS_BUCKET, self._worker, records.encode(lease))
+            await self._bus.kv_put(self._bucket, self._key, self._current())
         except Unavailable as error:
             log.warning("the lease was not written: %s", error.message)
 

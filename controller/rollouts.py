@@ -1,0 +1,206 @@
+"""The hands of the rollouts: deployments, routes and counts are watched; what `controller.rollout` decides is written.
+
+Level-triggered: in each tick every deployment that goes on moves by one change at most, and a route that does not say what
+its model's last deployment says is written. All of it by compare-and-set: a controller that led before changes nothing.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from controller.autoscaler import Policy, VersionFacts, load, slots_of
+from controller.faults import point
+from controller.fleet import Member
+from controller.leader import Leadership
+from controller.observer import VersionKey
+from controller.rollout import Facts, advance, floors
+from controller.starts import Starts
+from controller.tallies import Tallies
+from shared import deployments, rollouts, subjects
+from shared.bus import Bus
+from shared.errors import Internal, Unavailable
+from shared.keyvalue import Watch
+from shared.records import Route, Version, model_key, route_at
+from shared.rollouts import Deployment
+
+log = logging.getLogger(__name__)
+
+ENDED_KEPT = 50  # deployments of a model that have ended
+
+
+class Rollouts:
+    """Owns deployments and the routes that follow from them, together with whoever commands one."""
+
+    def __init__(self, bus: Bus, leader: Leadership, policy: Policy, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when there is something to do."""
+        self._bus, self._leader, self._policy, self._on_change = bus, leader, policy, on_change
+        self._deployments: dict[str, Deployment] = {}
+        self._routes: dict[str, Route] = {}
+        self._tallies = Tallies()
+        self._crashes: dict[VersionKey, list[str]] = {}  # how workers that had served ended, by themselves
+        self._watches: list[Watch] = []
+
+    async def start(self) -> None:
+        """Watch; returns when the present deployments and routes are known. Raises Unavailable."""
+        self._watches = [
+            await self._bus.watch(subjects.DEPLOYMENTS_BUCKET, self._on_deployment),
+            await self._bus.watch(subjects.ROUTES_BUCKET, self._on_route),
+            await self._bus.watch(subjects.INGRESSES_BUCKET, self._tallies.on_lease),
+        ]
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            await watch.close()
+
+    def _on_deployment(self, key: str, value: bytes | None) -> None:
+        try:
+            found = None if value is None else rollouts.deployment_at(key, value)
+        except Internal as error:
+            log.error("deployment %s stays as it was: %s", key, error)
+            return
+        if found is None:
+            self._deployments.pop(subjects.names_of(key)[0], None)
+        else:
+            self._deployments[found.id] = found
+        self._on_change()
+
+    def _on_route(self, key: str, value: bytes | None) -> None:
+        try:
+            if value is None:
+                self._routes.pop(model_key(key), None)
+            else:
+                route = route_at(key, value)
+                self._routes[route.model] = route
+        except Internal as error:
+            log.error("the route of %s stays as it was: %s", key, error)
+        self._on_change()
+
+    def crashed(self, name: VersionKey, how: str) -> None:
+        """A worker that had served ended by itself."""
+        if any((each.model, each.version) == name for each in self._going()):
+            self._crashes.setdefault(name, []).append(how)
+
+    def withdrawn(self, name: VersionKey) -> bool:
+        """Whether a version was rolled back."""
+        route = self._routes.get(name[0])
+        return route is not None and name[1] in route.withdrawn
+
+    def _going(self) -> list[Deployment]:
+        return [each for each in self._deployments.values() if not each.ended]
+
+    # -- decisions -------------------------------------------------------------------------------------------------------
+
+    def floors(
+        self,
+        known: Mapping[VersionKey, VersionFacts],
+        members: Mapping[VersionKey, Sequence[Member]],
+        records: Mapping[VersionKey, Version],
+        starts: Mapping[VersionKey, Starts],
+    ) -> dict[VersionKey, int]:
+        """Replicas that versions have to have because of a deployment."""
+        found: defaultdict[VersionKey, int] = defaultdict(int)
+        for each in self._going():
+            facts = self._facts(each, known, members, records, starts)
+            new, old = floors(each, facts, time.time())
+            for version, least in ((each.version, new), (each.stable, old)):
+                found[each.model, version] = max(found[each.model, version], least)
+        return found
+
+    def _facts(
+        self,
+        deployment: Deployment,
+        known: Mapping[VersionKey, VersionFacts],
+        members: Mapping[VersionKey, Sequence[Member]],
+        records: Mapping[VersionKey, Version],
+        starts: Mapping[VersionKey, Starts],
+    ) -> Facts:
+        new, old = (deployment.model, deployment.version), (deployment.model, deployment.stable)
+        canary, stable = known.get(new), known.get(old)
+        record, started = records.get(new), starts.get(new, Starts())
+        crashes = self._crashes.get(new, [])
+        canary_step, canary_all = self._tallies.of(deployment, deployment.version)
+        stable_step, stable_all = self._tallies.of(deployment, deployment.stable)
+        return Facts(
+            state=record.state if record else "deleted",
+            state_reason=record.reason if record else "",
+            active=sum(member.state == "active" and member.claim for member in members.get(new, ())),
+            workers=len(members.get(new, ())),
+            open_requests=canary.lag.total if canary and canary.lag else None,
+            work=sum(self._peak(each) for each in (canary, stable) if each is not None),
+            utilisation=self._policy.target_utilisation,
+            slots=round(slots_of(canary)) if canary else 0,
+            stable_slots=round(slots_of(stable)) if stable else 0,
+            replicas_max=canary.max_replicas if canary else 1,
+            cold_start_s=canary.cold_start_s if canary else None,
+            crashes=len(crashes),
+            last_crash=crashes[-1] if crashes else "",
+            start_failures=started.failures,
+            start_failure=started.reason,
+            canary_step=canary_step,
+            stable_step=stable_step,
+            canary_all=canary_all,
+            stable_all=stable_all,
+        )
+
+    def _peak(self, facts: VersionFacts) -> float:
+        return max([load(facts, self._policy)[0], *(sample.work for sample in facts.history)])
+
+    # -- what is done ----------------------------------------------------------------------------------------------------
+
+    async def step(
+        self,
+        known: Mapping[VersionKey, VersionFacts],
+        members: Mapping[VersionKey, Sequence[Member]],
+        records: Mapping[VersionKey, Version],
+        starts: Mapping[VersionKey, Starts],
+    ) -> None:
+        """Move what can be moved, and write the routes that follow. While the bus is away that waits."""
+        try:
+            for each in self._going():
+                after = advance(each, self._facts(each, known, members, records, starts), time.time())
+                if after is not each:
+                    await self._write(after)
+            for each in self._last_of_models().values():
+                route = self._routes.get(each.model)
+                if route is not None and rollouts.is_newer(each, route) and self._leader.leads:
+                    await deployments.apply_route(self._bus, each)
+                    point("route_written")
+            await self._forget_old()
+        except Unavailable as error:
+            log.info("the rollouts wait: %s", error.message)
+
+    async def _write(self, after: Deployment) -> None:
+        found = await deployments.find(self._bus, after.id)
+        if found is None or found[0].serial != after.serial - 1 or not self._leader.leads:
+            return  # somebody was faster: the watch will tell
+        point(f"to_{after.state}")
+        if not await deployments.write(self._bus, after, found[1]):
+            return
+        point(f"written_{after.state}")
+        self._deployments[after.id] = after
+        level = logging.WARNING if after.state in ("rolling_back", "failed") else logging.INFO
+        share, reason = after.basis_points / 100, after.reason
+        log.log(level, "%s of %s@%s: %s, %g%%: %s", after.id, after.model, after.version, after.state, share, reason)
+
+    def _last_of_models(self) -> dict[str, Deployment]:
+        last: dict[str, Deployment] = {}
+        for each in sorted(self._deployments.values(), key=lambda each: rollouts.number_of(each.id)):
+            last[each.model] = each
+        return last
+
+    async def _forget_old(self) -> None:
+        """Drop what is kept of deployments that have ended, and the oldest of them for good."""
+        going = self._going()
+        self._tallies.forget({each.id for each in going})
+        names = {(each.model, each.version) for each in going}
+        self._crashes = {name: how for name, how in self._crashes.items() if name in names}
+        ended: defaultdict[str, list[Deployment]] = defaultdict(list)
+        for each in self._deployments.values():
+            if each.ended:
+                ended[each.model].append(each)
+        for kept in ended.values():
+            kept.sort(key=lambda each: rollouts.number_of(each.id))
+            for each in kept[:-ENDED_KEPT]:
+                if self._leader.leads:
+                    await self._bus.kv_delete(subjects.DEPLOYMENTS_BUCKET, subjects.key(each.id))
