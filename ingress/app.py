@@ -13,12 +13,12 @@ from ingress.context import Context
 from ingress.family import Family
 from ingress.inference import Inference
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
-from ingress.router import ModelEntry, VersionEntry
 from ingress.routes import health, models, registry, streams
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
 from shared.errors import BadRequest, HeadraceError, Internal, MethodNotAllowed, NotFound
+from shared.router import ModelEntry, VersionEntry
 
 log = logging.getLogger(__name__)
 

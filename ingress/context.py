@@ -9,9 +9,9 @@ from ingress.keys import Keys
 from ingress.metrics import Metrics
 from ingress.observations import Observations
 from ingress.registrar import Registrar
-from ingress.router import Router
 from shared import subjects
 from shared.errors import Draining, HeadraceError
+from shared.router import Router
 from shared.settings import Settings
 
 if TYPE_CHECKING:

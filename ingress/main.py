@@ -22,14 +22,14 @@ from ingress.context import Context
 from ingress.keys import Keys
 from ingress.listening import bind, keep_spreading, steer_away
 from ingress.registrar import Registrar
-from ingress.router import Router
-from ingress.watches import Watches
 from shared import lifeline
 from shared.bus import Bus
 from shared.dispatch import Dispatcher
 from shared.errors import Draining
 from shared.log import configure_logging
+from shared.router import Router
 from shared.settings import Settings, SettingsError
+from shared.watches import Watches
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ NEVER = {
     "shared/requester.py": {"shared.bus", "asyncio", "fastapi", "starlette"},
     "workers/claims.py": {"shared.bus", "asyncio"},
     "controller/autoscaler.py": {"shared.bus", "asyncio"},
-    "ingress/router.py": {"shared.bus", "asyncio"},
+    "shared/router.py": {"shared.bus", "asyncio"},
     "shared/": {"torch", "fastapi"},
     "ingress/": {"torch", "transformers"},
     "controller/": {"torch", "transformers"},

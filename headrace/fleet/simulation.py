@@ -14,9 +14,9 @@ from headrace.fleet.scenario import Fault, Scenario
 from headrace.fleet.worker import Fleet, Worker
 from headrace.fleet.workload import Request, Source
 from ingress.admission import Admission
-from ingress.router import Router
 from shared.errors import HeadraceError
 from shared.records import Route, Version, Weight
+from shared.router import Router
 from workers.engine.blocks import BLOCK_TOKENS
 
 MODEL, VERSION = "model", "v1"

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from ingress import openapi
 from ingress.context import Context
-from ingress.router import ModelEntry, VersionEntry
+from shared.router import ModelEntry, VersionEntry
 
 
 class ModelList(msgspec.Struct):

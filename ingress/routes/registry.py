@@ -12,9 +12,9 @@ from ingress.body import read_body
 from ingress.context import Context
 from ingress.decoding import decode
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
-from ingress.router import VersionEntry
 from shared.errors import BodyTimeout
 from shared.records import Route
+from shared.router import VersionEntry
 
 VERSIONS = "/v1/models/{model:path}/versions"
 VERSION = "/v1/models/{model:path}/versions/{version}"

@@ -19,10 +19,10 @@ from ingress.keys import Keys
 from ingress.listening import bind
 from ingress.main import serve_until
 from ingress.registrar import Registrar
-from ingress.router import Router
 from shared import records, wire
 from shared.dispatch import Delta
 from shared.errors import Cancelled, HeadraceError
+from shared.router import Router
 from shared.settings import Settings
 
 DEADLINE_S = 10.0

@@ -15,13 +15,13 @@ from ingress.app import build_app
 from ingress.context import Context
 from ingress.keys import Keys
 from ingress.registrar import Registrar
-from ingress.router import Router
 from shared import blobs, manifests, registry
 from shared.bus import Bus
 from shared.dispatch import Dispatcher
 from shared.manifests import Manifest, ManifestFile
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, VersionLimits
+from shared.router import Router
 from shared.settings import Settings
 
 CONFIG = json.dumps({"max_position_embeddings": 512}).encode()

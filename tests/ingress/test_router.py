@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from ingress.router import Router, choose
 from shared.errors import (
     HeadraceError,
     ModelNotFound,
@@ -16,6 +15,7 @@ from shared.errors import (
     VersionRetired,
 )
 from shared.records import VersionLimits, Weight
+from shared.router import Router, choose
 
 
 @pytest.fixture

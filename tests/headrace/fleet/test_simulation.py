@@ -12,10 +12,10 @@ from headrace.fleet.report import Result
 from headrace.fleet.scenario import Burst, Fault, FleetSpec, Length, Scenario, Traffic
 from headrace.fleet.simulation import Simulation, simulate
 from ingress.admission import Admission
-from ingress.router import Router
 from shared.errors import NoCapacity, QueueFull
 from shared.pull import Credit
 from shared.records import EngineSettings
+from shared.router import Router
 from shared.settings import Settings
 from workers.engine.blocks import BlockPool
 from workers.engine.fairness import TenantLedger

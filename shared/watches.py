@@ -3,9 +3,9 @@
 import logging
 from typing import TYPE_CHECKING
 
-from ingress.router import Router
 from shared import records, subjects
 from shared.errors import Internal
+from shared.router import Router
 
 if TYPE_CHECKING:
     from shared.bus import Bus
