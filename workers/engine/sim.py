@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
@@ -37,7 +37,21 @@ MAX_MODEL_LEN = 8192
 MAX_TOKENS_DEFAULT = 64
 DEADLY_WORD = "deadly"
 _U64 = (1 << 64) - 1
+FAULTY_ONE_IN = 20  # requests
+LAGGING_STEPS = 3  # that a step with prefill takes as long as
 SMOLLM2_CPU = Cost(step=14.0, decode=1.3, context=0.002, prefill=0.5, pair=0.0001)  # 135M parameters, bf16, 2 threads
+
+
+Fault = Literal["none", "mortal", "unloadable", "fatal", "faulty", "lagging"]
+"""How a profile misbehaves, as a bad version does:
+
+mortal      a prompt that begins with DEADLY_WORD ends the process, as a fault in a kernel does
+unloadable  the process ends while it loads, by an exception that nobody expects
+fatal       the first step ends the process
+faulty      one request in FAULTY_ONE_IN fails: which ones is a hash of prompt and seed
+lagging     a step with prefill takes LAGGING_STEPS times as long
+"""
+FAULTS: tuple[Fault, ...] = get_args(Fault)[1:]
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -47,7 +61,11 @@ class Profile(msgspec.Struct, frozen=True):
     blocks: int
     step_ms: Callable[[Load], float] | None  # None: no time at all
     cost: Cost  # the same as the pacer knows it
-    mortal: bool = False  # a prompt that begins with DEADLY_WORD ends the process, as a fault in a kernel does
+    fault: Fault = "none"
+
+
+class SimulatedFault(Exception):
+    """A fault that was asked for by the profile's name."""
 
 
 def by_sequences(points: Sequence[tuple[int, float]], slots: int, blocks: int) -> Profile:
@@ -70,7 +88,7 @@ def interpolated(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
 
 
 def profile_named(name: str) -> Profile:
-    """`zero`, `a100-13b`, `smollm2-cpu`, `fixed-<n>ms` or `mortal-<n>ms`. Raises LoadRefused for another name."""
+    """`zero`, `a100-13b`, `smollm2-cpu`, `fixed-<n>ms`, or `<fault>-<n>ms`. Raises LoadRefused for another name."""
     if name == "zero":
         return Profile(256, 16_384, None, Cost(step=0.0))
     if name == "a100-13b":
@@ -78,11 +96,16 @@ def profile_named(name: str) -> Profile:
         return by_sequences([(20, 20.0), (45, 22.0), (80, 45.0)], 45, 16_250 // BLOCK_TOKENS)
     if name == "smollm2-cpu":
         return Profile(64, 16_384, SMOLLM2_CPU.ms, SMOLLM2_CPU)
-    if match := re.fullmatch(r"(fixed|mortal)-(\d+)ms", name):
-        cost = Cost(step=float(match[2]))
-        return Profile(256, 16_384, cost.ms, cost, match[1] == "mortal")
-    known = "zero, a100-13b, smollm2-cpu, fixed-<n>ms and mortal-<n>ms"
-    raise LoadRefused(f"no simulated profile {name!r}: there are {known}")
+    kind, dash, rest = name.partition("-")
+    if dash and (match := re.fullmatch(r"(\d+)ms", rest)):
+        cost = Cost(step=float(match[1]))
+        if kind == "fixed":
+            return Profile(256, 16_384, cost.ms, cost)
+        for fault in FAULTS:
+            if kind == fault:
+                return Profile(256, 16_384, cost.ms, cost, fault)
+    known = ["zero", "a100-13b", "smollm2-cpu", "fixed-<n>ms", *(f"{fault}-<n>ms" for fault in FAULTS)]
+    raise LoadRefused(f"no simulated profile {name!r}: there are {', '.join(known[:-1])} and {known[-1]}")
 
 
 class SimulatedText:
@@ -132,14 +155,18 @@ _WORD_STREAM = _WordStream()
 class SimulatedRunner(Runner):
     """Output token i of choice c is a hash of (prompt ids, seed, c, i); at temperature 0 of (prompt ids, i)."""
 
-    def __init__(self, step_ms: Callable[[Load], float] | None, mortal: bool = False) -> None:
+    def __init__(self, step_ms: Callable[[Load], float] | None, fault: Fault = "none") -> None:
         self._step_ms = step_ms
-        self._deadly = _word_id(DEADLY_WORD) if mortal else -1
+        self._deadly = _word_id(DEADLY_WORD) if fault == "mortal" else -1
+        self._fault = fault
 
     def forward(self, plan: StepPlan) -> None:
         if self._step_ms is not None:
-            time.sleep(self._step_ms(plan.load or load_of(plan.slices)) / 1e3)
-        if self._deadly >= 0 and any(part.sequence.tokens[0] == self._deadly for part in plan.slices):
+            step_ms = self._step_ms(plan.load or load_of(plan.slices))
+            time.sleep((step_ms * LAGGING_STEPS if self._fault == "lagging" and _has_prefill(plan) else step_ms) / 1e3)
+        if self._fault == "fatal" or (
+            self._deadly >= 0 and any(part.sequence.tokens[0] == self._deadly for part in plan.slices)
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def sample(self, plan: StepPlan, computed: None) -> Drawn:
@@ -159,12 +186,14 @@ class SimulatedRunner(Runner):
                     logprobs.append(_logprob(token, sequence.sampling.logprobs))
                 elif logprobs is not None:
                     logprobs.append(None)
-        return Drawn(tokens, logprobs, _prompt_logprobs(plan))
+        return Drawn(tokens, logprobs, _prompt_logprobs(plan), _failed(plan) if self._fault == "faulty" else [])
 
 
 def load_simulated(profile: str, settings: EngineSettings) -> BatchEngine:
-    """The engine of `sim:<profile>`. Raises LoadRefused for a profile that does not exist."""
+    """The engine of `sim:<profile>`. Raises LoadRefused for one that does not exist, SimulatedFault for an unloadable one."""
     simulated = profile_named(profile)
+    if simulated.fault == "unloadable":
+        raise SimulatedFault(f"sim:{profile} cannot be loaded")
     blocks = settings.kv_blocks or simulated.blocks
     info = EngineInfo(
         max_model_len=min(settings.max_model_len or MAX_MODEL_LEN, blocks * BLOCK_TOKENS),
@@ -173,7 +202,7 @@ def load_simulated(profile: str, settings: EngineSettings) -> BatchEngine:
         device="simulated",
         dtype="none",
     )
-    runner = SimulatedRunner(simulated.step_ms, simulated.mortal)
+    runner = SimulatedRunner(simulated.step_ms, simulated.fault)
     return BatchEngine(runner, SimulatedText(), info, settings, MAX_TOKENS_DEFAULT, simulated.cost)
 
 
@@ -186,6 +215,26 @@ def _base(sequence: Choice) -> int:
     if sequence.sampling.temperature > 0:
         prompt.update((sequence.sampling.seed & _U64).to_bytes(8, "little") + sequence.choice.to_bytes(4, "little"))
     return int.from_bytes(prompt.digest(), "little")
+
+
+def _has_prefill(plan: StepPlan) -> bool:
+    return any(part.start < part.sequence.prompt_length for part in plan.slices)
+
+
+def _failed(plan: StepPlan) -> list[tuple[Choice, Exception]]:
+    """The sequences of the plan whose request is to fail, when they have their first token."""
+    return [
+        (part.sequence, SimulatedFault("this request fails, as the profile asks for"))
+        for part in plan.slices
+        if part.samples and part.start < part.sequence.prompt_length and is_faulty(part.sequence)
+    ]
+
+
+def is_faulty(sequence: Choice) -> bool:
+    """Whether `faulty` fails the request that the sequence is a choice of: one in FAULTY_ONE_IN, the same one in any worker."""
+    digest = hashlib.blake2b(array("q", sequence.tokens[: sequence.prompt_length]).tobytes(), digest_size=8)
+    digest.update((sequence.sampling.seed & _U64).to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") % FAULTY_ONE_IN == 0
 
 
 def _prompt_logprobs(plan: StepPlan) -> list[list[Logprob]]:

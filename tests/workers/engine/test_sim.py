@@ -1,9 +1,11 @@
 """The simulated engine."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from engine_driver import Driver, request, run_all
@@ -113,14 +115,69 @@ def test_steps_of_a_fixed_time_take_that_time() -> None:
     asyncio.run(main())
 
 
+def test_an_unloadable_model_ends_what_loads_it() -> None:
+    code = (
+        "from shared.records import EngineSettings; from workers.engine.load import LoadRefused, load_engine\n"
+        "try: load_engine('sim:unloadable-1ms', None, EngineSettings(), 0)\n"
+        "except LoadRefused: pass"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (ran.returncode, ran.stderr.splitlines()[-1].endswith("sim:unloadable-1ms cannot be loaded")) == (1, True)
+
+
+def test_a_fatal_model_ends_the_process_with_its_first_request() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from engine_driver import request, run_all\n"
+        "from shared.records import EngineSettings; from workers.engine.sim import load_simulated\n"
+        "engine = load_simulated('fatal-1ms', EngineSettings()); print('loaded', flush=True)\n"
+        "run_all(engine, request('a', [1])); print('answered')"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ran.returncode, ran.stdout) == (-signal.SIGKILL, "loaded\n"), ran.stderr
+
+
+def test_one_in_twenty_requests_of_a_faulty_model_fails_and_it_is_the_same_one() -> None:
+    def failed() -> list[str | None]:
+        engine = load_simulated("faulty-0ms", EngineSettings())
+        asked = [request(str(each), [each % 100], seed=each // 100, max_tokens=4) for each in range(1000)]
+        outcomes = run_all(engine, *asked)
+        assert all(outcome.error or len(outcome.ids[0]) == 4 for outcome in outcomes)
+        assert not any(outcome.error and outcome.ids.get(0) for outcome in outcomes)  # not in the middle of an answer
+        return [outcome.error[0] if outcome.error else None for outcome in outcomes]
+
+    first = failed()
+    assert set(first) == {None, "engine_failed"}
+    assert 30 < first.count("engine_failed") < 70
+    assert failed() == first
+
+
+def test_a_lagging_model_is_three_times_as_slow_to_its_first_token_only() -> None:
+    async def times(profile: str) -> tuple[float, float]:
+        """Seconds to the first token, and from there to the last one."""
+        driver = Driver(load_simulated(profile, EngineSettings()))
+        began = time.monotonic()
+        driver.submit(request("a", [1, 2, 3], max_tokens=11))
+        outcome = driver.outcomes["a"]
+        await driver.until(lambda: bool(outcome.ids))
+        first = time.monotonic()
+        await driver.ended()
+        driver.engine.stop()
+        return first - began, time.monotonic() - first
+
+    first, rest = asyncio.run(times("lagging-20ms"))
+    assert first >= 0.060
+    assert 0.200 <= rest < 10 * 0.060  # ten steps, none of them like the first
+
+
 def test_settings_change_the_sizes() -> None:
     info = load_simulated("zero", EngineSettings(slots=3, kv_blocks=10, max_model_len=200)).info
     assert (info.slots, info.blocks_total, info.max_model_len) == (3, 10, 160)
 
 
-@pytest.mark.parametrize("profile", ["", "one", "fixed-ms", "fixed-20", "zero "])
+@pytest.mark.parametrize("profile", ["", "one", "fixed-ms", "fixed-20", "zero ", "none-20ms"])
 def test_an_unknown_profile_is_refused_with_the_known_ones(profile: str) -> None:
-    with pytest.raises(LoadRefused, match=r"zero, a100-13b, smollm2-cpu, fixed-<n>ms and mortal-<n>ms"):
+    with pytest.raises(LoadRefused, match=r"zero, a100-13b, smollm2-cpu, fixed-<n>ms, mortal-<n>ms, .* and lag"):
         load_engine(f"sim:{profile}", None, EngineSettings(), 0)
 
 
