@@ -104,6 +104,26 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
     evidence: list[Finding] = []
 
 
+class VersionProgress(Struct, frozen=True, kw_only=True):
+    """Of one of a deployment's two versions."""
+
+    active: int  # workers that serve
+    needed: int  # workers that its share of the traffic takes, or the next one's while they are waited for
+    ended: int  # requests since the step began
+
+
+class Progress(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a deployment that goes on is at, said by the controller every second or so: in the bucket `rollouts` under
+    key(id), with a TTL."""
+
+    deployment: str
+    at: float  # unix seconds
+    waits_for: str  # "": for nothing
+    canary: VersionProgress
+    stable: VersionProgress
+    findings: list[Finding] = []
+
+
 class Deployment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A deployment as it is now, in the bucket `deployments` under key(id)."""
 
@@ -266,6 +286,7 @@ def number_of(id_: str) -> int:
 
 
 _decode = msgspec.json.Decoder(Deployment).decode
+_decode_progress = msgspec.json.Decoder(Progress).decode
 
 
 def deployment_at(key: str, raw: bytes) -> Deployment:
@@ -276,6 +297,17 @@ def deployment_at(key: str, raw: bytes) -> Deployment:
         raise Internal(f"a deployment cannot be read: {error}") from None
     number_of(found.id)
     if subjects.key(found.id) != key:
+        raise Internal(f"what is stored under {key} is of another key")
+    return found
+
+
+def progress_at(key: str, raw: bytes) -> Progress:
+    """What is stored under `key` in the bucket `rollouts`. Raises Internal, also when it is not of that key."""
+    try:
+        found = _decode_progress(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Internal(f"the progress of a deployment cannot be read: {error}") from None
+    if subjects.key(found.deployment) != key:
         raise Internal(f"what is stored under {key} is of another key")
     return found
 

@@ -117,6 +117,7 @@ def _buckets(settings: Settings) -> list[Bucket]:
         Bucket(name=subjects.MODELS_BUCKET),
         Bucket(name=subjects.ROUTES_BUCKET),
         Bucket(name=subjects.DEPLOYMENTS_BUCKET),
+        Bucket(name=subjects.ROLLOUTS_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
         Bucket(name=subjects.WORKERS_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
         Bucket(name=subjects.INGRESSES_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
         Bucket(name=subjects.LEADER_BUCKET, ttl_s=settings.leader_ttl_s, in_memory=True),
