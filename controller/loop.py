@@ -52,7 +52,7 @@ class Controller:
         self.observer = Observer(bus, settings)
         self.leader = Leadership(bus, settings.leader_ttl_s, self.wake)
         self._versions = Versions(bus, self.observer, settings, verify)
-        self._rollouts = Rollouts(bus, self.leader, self._policy, self.wake)
+        self._rollouts = Rollouts(bus, self.leader, self._policy, metrics, self.wake)
         self._starts: defaultdict[VersionKey, Starts] = defaultdict(Starts)
         self._exits: list[Exit] = []  # not judged yet
         self._ready: set[tuple[str, VersionKey]] = set()  # workers that have been, as what

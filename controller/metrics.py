@@ -5,13 +5,14 @@ from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from controller.autoscaler import Decision, Lag
 from controller.fleet import Member
 from shared.records import Lease
+from shared.rollouts import Deployment, Progress
 
 LABELS = ("model", "version")
 COLD_START_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 30, 60, 120, 300, 600)
@@ -87,6 +88,25 @@ class Metrics:
             buckets=COLD_START_BUCKETS_S,
             registry=self.registry,
         )
+        self._rollout_weight = Gauge(
+            "headrace_rollout_weight",
+            "Share of the traffic that goes to the version of the model's last rollout",
+            LABELS,
+            registry=self.registry,
+        )
+        self._rollout_gate = Gauge(
+            "headrace_rollout_gate",
+            "What a gate of a rollout sees: the value of canary and stable, and the limit; shares, or milliseconds",
+            (*LABELS, "gate", "window", "of"),
+            registry=self.registry,
+        )
+        self._of_versions = (
+            self._decisions,
+            self._start_failures,
+            self._cold_start,
+            self._rollout_weight,
+            self._rollout_gate,
+        )
         self._phases_seen: dict[str, set[str]] = {}  # by worker
         self._versions_seen: set[tuple[str, str]] = set()
         self._server: tuple[WSGIServer, Thread] | None = None
@@ -113,6 +133,15 @@ class Metrics:
     def start_failed(self, model: str, version: str, kind: str) -> None:
         self._start_failures.labels(model, version, kind).inc()
 
+    def rollout(self, deployment: Deployment, progress: Progress) -> None:
+        """Show how far a rollout is, and what its gates see."""
+        name = (deployment.model, deployment.version)
+        self._rollout_weight.labels(*name).set(deployment.basis_points / 10_000)
+        for finding in progress.findings:
+            for of, value in (("canary", finding.canary), ("stable", finding.stable), ("limit", finding.limit)):
+                if value is not None:
+                    self._rollout_gate.labels(*name, finding.gate, finding.window, of).set(value)
+
     def cold_start(self, lease: Lease, active_s: float | None) -> None:
         """Observe the phases that a worker's lease tells of, each once; `active_s` since its process was started."""
         seen = self._phases_seen.setdefault(lease.worker, set())
@@ -127,6 +156,6 @@ class Metrics:
             del self._phases_seen[worker]
         present = set(versions)
         for name in self._versions_seen - present:
-            for metric in (self._decisions, self._start_failures, self._cold_start):
+            for metric in self._of_versions:
                 metric.remove_by_labels(dict(zip(LABELS, name, strict=True)))
         self._versions_seen = present

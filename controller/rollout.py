@@ -94,14 +94,14 @@ def advance(deployment: Deployment, facts: Facts, now: float) -> Deployment:
         case "warming" if facts.active >= replicas_for(facts, deployment.steps[0].basis_points):
             return noted(deployment, "stepping", f"{facts.active} workers serve", now, step=0)
         case "stepping" if not waits_for(deployment, facts, now):
-            found = [] if deployment.hurried else _findings(deployment, facts)
+            found = [] if deployment.hurried else findings(deployment, facts)
             reason = "promoted by hand" if deployment.hurried else PASSED
             if _following(deployment) is None:
                 return noted(deployment, "baking", reason, now, evidence=found)
             return noted(deployment, "stepping", reason, now, step=deployment.step + 1, evidence=found)
         case "baking" if not waits_for(deployment, facts, now):
             reason = "promoted by hand" if deployment.hurried else "baked"
-            return noted(deployment, "promoted", reason, now, evidence=_findings(deployment, facts))
+            return noted(deployment, "promoted", reason, now, evidence=findings(deployment, facts))
     return deployment
 
 
@@ -154,14 +154,14 @@ def _trouble(deployment: Deployment, facts: Facts) -> tuple[str, list[Finding]]:
     most = deployment.gates.crashes_max
     if most is not None and facts.crashes > most:
         return f"{facts.crashes} workers of {name} ended by themselves, the last one: {facts.last_crash}", []
-    found = _findings(deployment, facts)
+    found = findings(deployment, facts)
     breached = [finding for finding in found if finding.breached]
     if breached:
         return "; ".join(_said(finding) for finding in breached), found
     return "", []
 
 
-def _findings(deployment: Deployment, facts: Facts) -> list[Finding]:
+def findings(deployment: Deployment, facts: Facts) -> list[Finding]:
     """What the gates say of the step and of the whole deployment; while stable has no traffic, against what it had."""
     if deployment.basis_points == 0:
         return []

@@ -5,6 +5,7 @@ its model's last deployment says is written. All of it by compare-and-set: a con
 """
 
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,9 @@ from controller.autoscaler import Policy, VersionFacts, load, slots_of
 from controller.faults import point
 from controller.fleet import Member
 from controller.leader import Leadership
+from controller.metrics import Metrics
 from controller.observer import VersionKey
-from controller.rollout import Facts, advance, floors
+from controller.rollout import Facts, advance, findings, floors, waits_for
 from controller.starts import Starts
 from controller.tallies import Tallies
 from shared import deployments, rollouts, subjects
@@ -22,7 +24,7 @@ from shared.bus import Bus
 from shared.errors import Internal, Unavailable
 from shared.keyvalue import Watch
 from shared.records import Route, Version, model_key, route_at
-from shared.rollouts import Deployment
+from shared.rollouts import Deployment, Progress, VersionProgress
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +34,18 @@ ENDED_KEPT = 50  # deployments of a model that have ended
 class Rollouts:
     """Owns deployments and the routes that follow from them, together with whoever commands one."""
 
-    def __init__(self, bus: Bus, leader: Leadership, policy: Policy, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, bus: Bus, leader: Leadership, policy: Policy, metrics: Metrics, on_change: Callable[[], None]
+    ) -> None:
         """`on_change` is called when there is something to do."""
-        self._bus, self._leader, self._policy, self._on_change = bus, leader, policy, on_change
+        self._bus, self._leader, self._policy, self._metrics = bus, leader, policy, metrics
+        self._on_change = on_change
         self._deployments: dict[str, Deployment] = {}
         self._routes: dict[str, Route] = {}
         self._tallies = Tallies()
         self._crashes: dict[VersionKey, list[str]] = {}  # how workers that had served ended, by themselves
+        self._floors: dict[str, tuple[int, int]] = {}  # by deployment
+        self._told_at: dict[str, float] = {}  # monotonic seconds: when its progress was told
         self._watches: list[Watch] = []
 
     async def start(self) -> None:
@@ -102,7 +109,7 @@ class Rollouts:
         found: defaultdict[VersionKey, int] = defaultdict(int)
         for each in self._going():
             facts = self._facts(each, known, members, records, starts)
-            new, old = floors(each, facts, time.time())
+            new, old = self._floors[each.id] = floors(each, facts, time.time())
             for version, least in ((each.version, new), (each.stable, old)):
                 found[each.model, version] = max(found[each.model, version], least)
         return found
@@ -158,9 +165,12 @@ class Rollouts:
         """Move what can be moved, and write the routes that follow. While the bus is away that waits."""
         try:
             for each in self._going():
-                after = advance(each, self._facts(each, known, members, records, starts), time.time())
+                facts = self._facts(each, known, members, records, starts)
+                after = advance(each, facts, time.time())
                 if after is not each:
                     await self._write(after)
+                stable = members.get((each.model, each.stable), ())
+                await self._tell(after, facts, sum(member.state == "active" for member in stable), after is not each)
             for each in self._last_of_models().values():
                 route = self._routes.get(each.model)
                 if route is not None and rollouts.is_newer(each, route) and self._leader.leads:
@@ -183,6 +193,24 @@ class Rollouts:
         share, reason = after.basis_points / 100, after.reason
         log.log(level, "%s of %s@%s: %s, %g%%: %s", after.id, after.model, after.version, after.state, share, reason)
 
+    async def _tell(self, deployment: Deployment, facts: Facts, stable_active: int, changed: bool) -> None:
+        """Say what a deployment is at, for people to look at; every second, and when it changes."""
+        now = time.monotonic()
+        if not changed and now - self._told_at.get(deployment.id, -math.inf) < self._bus.settings.lease_every_s:
+            return
+        self._told_at[deployment.id] = now
+        needed, stable_needed = self._floors.get(deployment.id, (0, 0))
+        progress = Progress(
+            deployment=deployment.id,
+            at=round(time.time(), 3),
+            waits_for=waits_for(deployment, facts, time.time()),
+            canary=VersionProgress(active=facts.active, needed=needed, ended=facts.canary_step.ended),
+            stable=VersionProgress(active=stable_active, needed=stable_needed, ended=facts.stable_step.ended),
+            findings=findings(deployment, facts),
+        )
+        self._metrics.rollout(deployment, progress)
+        await self._bus.kv_put(subjects.ROLLOUTS_BUCKET, subjects.key(deployment.id), rollouts.encode(progress))
+
     def _last_of_models(self) -> dict[str, Deployment]:
         last: dict[str, Deployment] = {}
         for each in sorted(self._deployments.values(), key=lambda each: rollouts.number_of(each.id)):
@@ -194,6 +222,9 @@ class Rollouts:
         going = self._going()
         self._tallies.forget({each.id for each in going})
         names = {(each.model, each.version) for each in going}
+        for kept_of in (self._floors, self._told_at):
+            for id_ in kept_of.keys() - {each.id for each in going}:
+                del kept_of[id_]
         self._crashes = {name: how for name, how in self._crashes.items() if name in names}
         ended: defaultdict[str, list[Deployment]] = defaultdict(list)
         for each in self._deployments.values():
