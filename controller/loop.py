@@ -133,7 +133,7 @@ class Controller:
         makes_warm, warm_workers = now >= self._starts[NO_VERSION].retry_at, self._settings.warm_workers
         for action in placement.place(wanted, members, scaler.devices, warm_workers, scaler.makes_workers, makes_warm):
             await self._place(action)
-        await self._rollouts.step(facts, by_version, observer.records, self._starts)
+        await self._rollouts.step(facts, by_version, observer.records)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
         self._forget(set(names))
@@ -153,7 +153,7 @@ class Controller:
     ) -> dict[VersionKey, VersionFacts]:
         observer = self.observer
         facts = {name: observer.facts(name, members[name], self._scaler.replicas_max, now) for name in names}
-        floors = self._rollouts.floors(facts, members, observer.records, self._starts)
+        floors = self._rollouts.floors(facts, members, observer.records)
         return {
             name: replace(each, rollout_min=floors.get(name, 0), withdrawn=self._rollouts.withdrawn(name))
             for name, each in facts.items()
@@ -206,10 +206,10 @@ class Controller:
             del self._exits[0]
             name = (ended.model, ended.version)
             failure = judge(ended, seen.lease if seen else None, seen is not None and seen.was_active)
+            in_order = ended.asked or ended.code == 0 or ended.outside or (seen is not None and seen.deleted)
+            if not in_order and (failure is None or failure.kind == "crash"):
+                self._rollouts.crashed(name, ended.description())
             if failure is None:
-                by_itself = not ended.asked and ended.code != 0 and not ended.outside
-                if by_itself and seen is not None and not seen.deleted:
-                    self._rollouts.crashed(name, ended.description())
                 level = logging.INFO if ended.asked or ended.code == 0 else logging.WARNING
                 log.log(level, "%s@%s: %s is gone: %s", *name, ended.worker, ended.description())
                 continue

@@ -17,7 +17,6 @@ from shared.records import ALL_TRAFFIC
 from shared.rollouts import Deployment, Finding, Step, noted
 from shared.tally import Tally
 
-START_FAILURES_MAX = 2  # of the canary's workers in a row; a permanent one is enough
 PASSED = "gates passed"
 LINGER_S = 10.0  # without workers, until what is still queued is left to expire
 
@@ -36,10 +35,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     stable_slots: int = 0
     replicas_max: int = 1  # of the new version
     cold_start_s: float | None = None  # of the new version's workers
-    crashes: int = 0  # of its workers, that had been serving
+    crashes: int = 0  # of its workers, while they started or served
     last_crash: str = ""
-    start_failures: int = 0  # in a row
-    start_failure: str = ""  # the last one
     canary_step: Tally = field(default_factory=Tally)  # since the step began
     stable_step: Tally = field(default_factory=Tally)
     canary_all: Tally = field(default_factory=Tally)  # since the deployment began
@@ -149,8 +146,6 @@ def _trouble(deployment: Deployment, facts: Facts) -> tuple[str, list[Finding]]:
         return f"{name} is {facts.state}{f': {facts.state_reason}' if facts.state_reason else ''}", []
     if deployment.hurried:
         return "", []
-    if facts.start_failures >= START_FAILURES_MAX:
-        return f"{facts.start_failures} workers in a row could not start: {facts.start_failure}", []
     most = deployment.gates.crashes_max
     if most is not None and facts.crashes > most:
         return f"{facts.crashes} workers of {name} ended by themselves, the last one: {facts.last_crash}", []

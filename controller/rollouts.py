@@ -17,7 +17,6 @@ from controller.leader import Leadership
 from controller.metrics import Metrics
 from controller.observer import VersionKey
 from controller.rollout import Facts, advance, findings, floors, waits_for
-from controller.starts import Starts
 from controller.tallies import Tallies
 from shared import deployments, rollouts, subjects
 from shared.bus import Bus
@@ -43,7 +42,7 @@ class Rollouts:
         self._deployments: dict[str, Deployment] = {}
         self._routes: dict[str, Route] = {}
         self._tallies = Tallies()
-        self._crashes: dict[VersionKey, list[str]] = {}  # how workers that had served ended, by themselves
+        self._crashes: dict[VersionKey, list[str]] = {}  # how workers ended by themselves
         self._floors: dict[str, tuple[int, int]] = {}  # by deployment
         self._told_at: dict[str, float] = {}  # monotonic seconds: when its progress was told
         self._watches: list[Watch] = []
@@ -84,7 +83,7 @@ class Rollouts:
         self._on_change()
 
     def crashed(self, name: VersionKey, how: str) -> None:
-        """A worker that had served ended by itself."""
+        """A worker ended by itself, whatever it was at."""
         if any((each.model, each.version) == name for each in self._going()):
             self._crashes.setdefault(name, []).append(how)
 
@@ -103,12 +102,11 @@ class Rollouts:
         known: Mapping[VersionKey, VersionFacts],
         members: Mapping[VersionKey, Sequence[Member]],
         records: Mapping[VersionKey, Version],
-        starts: Mapping[VersionKey, Starts],
     ) -> dict[VersionKey, int]:
         """Replicas that versions have to have because of a deployment."""
         found: defaultdict[VersionKey, int] = defaultdict(int)
         for each in self._going():
-            facts = self._facts(each, known, members, records, starts)
+            facts = self._facts(each, known, members, records)
             new, old = self._floors[each.id] = floors(each, facts, time.time())
             for version, least in ((each.version, new), (each.stable, old)):
                 found[each.model, version] = max(found[each.model, version], least)
@@ -120,11 +118,10 @@ class Rollouts:
         known: Mapping[VersionKey, VersionFacts],
         members: Mapping[VersionKey, Sequence[Member]],
         records: Mapping[VersionKey, Version],
-        starts: Mapping[VersionKey, Starts],
     ) -> Facts:
         new, old = (deployment.model, deployment.version), (deployment.model, deployment.stable)
         canary, stable = known.get(new), known.get(old)
-        record, started = records.get(new), starts.get(new, Starts())
+        record = records.get(new)
         crashes = self._crashes.get(new, [])
         canary_step, canary_all = self._tallies.of(deployment, deployment.version)
         stable_step, stable_all = self._tallies.of(deployment, deployment.stable)
@@ -142,8 +139,6 @@ class Rollouts:
             cold_start_s=canary.cold_start_s if canary else None,
             crashes=len(crashes),
             last_crash=crashes[-1] if crashes else "",
-            start_failures=started.failures,
-            start_failure=started.reason,
             canary_step=canary_step,
             stable_step=stable_step,
             canary_all=canary_all,
@@ -160,12 +155,11 @@ class Rollouts:
         known: Mapping[VersionKey, VersionFacts],
         members: Mapping[VersionKey, Sequence[Member]],
         records: Mapping[VersionKey, Version],
-        starts: Mapping[VersionKey, Starts],
     ) -> None:
         """Move what can be moved, and write the routes that follow. While the bus is away that waits."""
         try:
             for each in self._going():
-                facts = self._facts(each, known, members, records, starts)
+                facts = self._facts(each, known, members, records)
                 after = advance(each, facts, time.time())
                 if after is not each:
                     await self._write(after)
