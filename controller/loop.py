@@ -207,7 +207,7 @@ class Controller:
             name = (ended.model, ended.version)
             failure = judge(ended, seen.lease if seen else None, seen is not None and seen.was_active)
             in_order = ended.asked or ended.code == 0 or ended.outside or (seen is not None and seen.deleted)
-            if not in_order and (failure is None or failure.kind == "crash"):
+            if not in_order and (failure is None or failure.kind in ("crash", "timeout")):
                 self._rollouts.crashed(name, ended.description())
             if failure is None:
                 level = logging.INFO if ended.asked or ended.code == 0 else logging.WARNING

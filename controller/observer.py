@@ -10,6 +10,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from controller.autoscaler import Lag, VersionFacts, policy_of
 from controller.fleet import Member, SeenLease
 from controller.history import VersionHistory
@@ -204,14 +206,18 @@ class Observer:
     async def take_lease(self, worker: str) -> SeenLease | None:
         """Take away the last lease of a worker whose process has ended; the watch may not have told it yet.
 
-        Raises Unavailable.
+        `deleted` of it: by the worker, which ended in good order. Raises Unavailable.
         """
         key = subjects.key(worker)
         found = await self._bus.kv_get(subjects.WORKERS_BUCKET, key)
         if found is not None:
             self._on_lease(key, found[0])
+        seen = self.leases.get(worker)
+        by_itself = seen is not None and seen.deleted
+        if found is not None:
             await self._bus.kv_delete(subjects.WORKERS_BUCKET, key)
-        return self.leases.pop(worker, None)
+        self.leases.pop(worker, None)
+        return replace(seen, deleted=by_itself) if seen is not None else None
 
     def limits(self, name: VersionKey) -> VersionLimits:
         """Of a version; the defaults for one that has no record."""

@@ -158,21 +158,24 @@ class Rollouts:
     ) -> None:
         """Move what can be moved, and write the routes that follow. While the bus is away that waits."""
         try:
-            for each in self._going():
-                facts = self._facts(each, known, members, records)
-                after = advance(each, facts, time.time())
-                if after is not each:
-                    await self._write(after)
-                stable = members.get((each.model, each.stable), ())
-                await self._tell(after, facts, sum(member.state == "active" for member in stable), after is not each)
             for each in self._last_of_models().values():
                 route = self._routes.get(each.model)
                 if route is not None and rollouts.is_newer(each, route) and self._leader.leads:
                     await deployments.apply_route(self._bus, each)
                     point("route_written")
+                elif not each.ended:  # what its present state says is so: it may go on
+                    await self._move(each, self._facts(each, known, members, records), members)
             await self._forget_old()
         except Unavailable as error:
             log.info("the rollouts wait: %s", error.message)
+
+    async def _move(self, deployment: Deployment, facts: Facts, members: Mapping[VersionKey, Sequence[Member]]) -> None:
+        after = advance(deployment, facts, time.time())
+        if after is not deployment:
+            await self._write(after)
+        stable = members.get((deployment.model, deployment.stable), ())
+        active = sum(member.state == "active" for member in stable)
+        await self._tell(after, facts, active, after is not deployment)
 
     async def _write(self, after: Deployment) -> None:
         found = await deployments.find(self._bus, after.id)
