@@ -13,11 +13,13 @@ from ingress.context import Context
 from ingress.family import Family
 from ingress.inference import Inference
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
-from ingress.routes import health, models, registry, streams
+from ingress.routes import deployments, health, models, registry, streams
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
+from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, HeadraceError, Internal, MethodNotAllowed, NotFound
+from shared.rollouts import NewDeployment
 from shared.router import ModelEntry, VersionEntry
 
 log = logging.getLogger(__name__)
@@ -59,12 +61,13 @@ def build_app(context: Context) -> FastAPI:
     for family in families:
         _document(app, context, family)
     app.include_router(registry.router(context))
+    app.include_router(deployments.router(context))
     app.include_router(models.router(context))
     app.include_router(streams.router(context, families))
     app.include_router(health.router(context))
     bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
     others = [models.ModelList, ModelEntry, VersionEntry, streams.Ended, NewVersion, AliasTarget, registry.Aliases]
-    others += [Changes, VersionConfig]
+    others += [Changes, VersionConfig, NewDeployment, DeploymentEntry, DeploymentDetail]
     openapi.install(app, [*bodies, *others])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)

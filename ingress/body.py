@@ -1,9 +1,18 @@
 """Reading a request's body, with a limit on its size; the limit on its time is the caller's."""
 
 import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from ingress.answers import Receive
-from shared.errors import BadRequest, Cancelled, TooLarge
+from ingress.decoding import BodyType, decode
+from shared.errors import BadRequest, BodyTimeout, Cancelled, TooLarge
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from ingress.context import Context
 
 # A client that is still sending reads a refusal only after it has sent: what it sends is discarded within these limits.
 DISCARD_BYTES_MAX = 64 << 20
@@ -30,6 +39,20 @@ async def read_body(declared: bytes | None, receive: Receive, bytes_max: int) ->
         if not message.get("more_body", False):
             return b"".join(parts)
     raise Cancelled("the client left before its request was complete")
+
+
+async def read_json(context: "Context", request: "Request", decoder: "msgspec.json.Decoder[BodyType]") -> BodyType:
+    """The decoded body of a request. Raises Draining, TooLarge, BodyTimeout, Cancelled or BadRequest."""
+    context.check_accepting()
+    declared = request.headers.get("content-length")
+    try:
+        async with asyncio.timeout(context.settings.request_read_s):
+            raw = await read_body(
+                declared.encode() if declared is not None else None, request.receive, context.settings.request_bytes_max
+            )
+    except TimeoutError:
+        raise BodyTimeout("the body did not arrive in time") from None
+    return decode(decoder, raw)
 
 
 async def discard_body(receive: Receive) -> None:

@@ -25,17 +25,17 @@ def inference(family: Family) -> dict[str, Any]:
     return arguments | {"summary": family.summary, "openapi_extra": extra}
 
 
-def answer(answer_type: Any) -> dict[str, Any]:
+def answer(answer_type: Any, status: int = 200) -> dict[str, Any]:
     """Arguments of a FastAPI route: its answer."""
-    return {"responses": {200: {"description": "The answer", "content": _json(answer_type)}}}
+    return {"responses": {status: {"description": "The answer", "content": _json(answer_type)}}}
 
 
-def told(body_type: Any, answer_type: Any, *parameters: str) -> dict[str, Any]:
+def told(body_type: Any, answer_type: Any, *parameters: str, status: int = 200) -> dict[str, Any]:
     """Arguments of a FastAPI route that takes a body (None: it takes none) and has parameters in its path."""
     extra: dict[str, Any] = {"parameters": [PATH_PARAMETER | {"name": name} for name in parameters]}
     if body_type is not None:
         extra["requestBody"] = {"required": True, "content": _json(body_type)}
-    return answer(answer_type) | {"openapi_extra": extra}
+    return answer(answer_type, status) | {"openapi_extra": extra}
 
 
 def install(app: FastAPI, types: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Registering versions and moving aliases, for the routes that do."""
+"""Registering versions, moving aliases and rolling versions out, for the routes that do."""
 
 import asyncio
 import time
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from shared import config, manifests, registry
-from shared.errors import BadRequest, NotFound, VersionFailed
+from shared import config, deployment_views, deployments, manifests, registry
+from shared.deployment_views import DeploymentDetail, DeploymentEntry
+from shared.errors import BadRequest, DeploymentNotFound, NotFound, VersionFailed
 from shared.manifests import Manifest
 from shared.records import EngineSettings, Route, Version, VersionLimits
+from shared.rollouts import Command, NewDeployment
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ class AliasTarget(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Registrar:
-    """The registry behind the front door. Its errors are those of `shared.registry`, and ObjectsUnavailable."""
+    """The registry behind the front door. Its errors are those of `shared.registry` and `shared.deployments`, and
+    ObjectsUnavailable."""
 
     def __init__(self, bus: "Bus", settings: Settings) -> None:
         self._bus, self._settings = bus, settings
@@ -97,6 +100,27 @@ class Registrar:
     async def set_alias(self, model: str, alias: str, version: str | None) -> Route:
         """Point an alias at a version; None removes it."""
         return await registry.set_alias(self._bus, model, alias, version)
+
+    async def deploy(self, asked: NewDeployment) -> DeploymentEntry:
+        """Begin to move a model's traffic to a version."""
+        return deployment_views.entry(await deployments.create(self._bus, asked))
+
+    async def deployments(self, model: str | None) -> list[DeploymentEntry]:
+        """Those of one model, or all; the newest first."""
+        found = await deployments.list_deployments(self._bus, model)
+        return [deployment_views.entry(each) for each in reversed(found)]
+
+    async def deployment(self, id_: str) -> DeploymentDetail:
+        """One with its history. Raises DeploymentNotFound."""
+        found = await deployments.find(self._bus, id_)
+        if found is None:
+            raise DeploymentNotFound(f"there is no deployment {id_}", param="deployment_id")
+        return deployment_views.detail(found[0], await deployment_views.find_progress(self._bus, found[0]))
+
+    async def command(self, id_: str, what: Command) -> DeploymentDetail:
+        """Roll back, pause, resume or promote one; what it is now."""
+        changed = await deployments.command(self._bus, id_, what)
+        return deployment_views.detail(changed, await deployment_views.find_progress(self._bus, changed))
 
 
 def _record(asked: NewVersion, manifest: Manifest) -> Version:

@@ -36,6 +36,7 @@ class VersionEntry(msgspec.Struct, omit_defaults=True):
     state: str
     reason: str = ""  # of a failed one
     manifest_sha256: str = ""  # what it is: its files and the engine settings it was pushed with
+    withdrawn: str = ""  # why nothing new goes to it: it was rolled back
 
 
 class Router:
@@ -119,6 +120,7 @@ class Router:
                 version.state,
                 version.reason,
                 version.manifest_sha256,
+                route.withdrawn.get(version.version, "") if route else "",
             )
             for version in sorted(known.values(), key=lambda version: (version.created, version.version))
         ]

@@ -1,27 +1,20 @@
 """Registering versions and moving aliases over HTTP, on a real nats-server and a real SeaweedFS."""
 
-import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
+from application import refusal, run
 from msgspec.structs import replace
 
 from headrace.push import push
-from ingress.app import build_app
-from ingress.context import Context
-from ingress.keys import Keys
-from ingress.registrar import Registrar
 from shared import blobs, manifests, registry
 from shared.bus import Bus
-from shared.dispatch import Dispatcher
 from shared.manifests import Manifest, ManifestFile
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, VersionLimits
-from shared.router import Router
 from shared.settings import Settings
 
 CONFIG = json.dumps({"max_position_embeddings": 512}).encode()
@@ -35,35 +28,6 @@ def settings(nats_url: str, s3_settings: Settings) -> Settings:
 @pytest.fixture
 def model() -> str:
     return f"org/m-{secrets.token_hex(4)}"
-
-
-def run(settings: Settings, work: Callable[[httpx.AsyncClient, Bus], Awaitable[None]]) -> None:
-    """Run `work` with a client of an ingress's application and with a bus."""
-
-    async def main() -> None:
-        bus = await Bus.connect(settings, "test")
-        try:
-            await bus.ensure()
-            context = Context(
-                settings,
-                Router(),
-                Dispatcher(bus, settings),
-                Keys(bus, settings),
-                Registrar(bus, settings),
-                lambda: True,
-            )
-            transport = httpx.ASGITransport(build_app(context))
-            async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
-                await work(client, bus)
-        finally:
-            await bus.close()
-
-    asyncio.run(main())
-
-
-def refusal(response: httpx.Response) -> tuple[int, Any, Any]:
-    error = response.json()["error"]
-    return response.status_code, error["code"], error["param"]
 
 
 def test_a_simulated_version_is_registered_once(settings: Settings, model: str) -> None:
