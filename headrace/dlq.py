@@ -150,7 +150,7 @@ def describe(message: Any) -> tuple[DeadLetter, wire.Request | None]:
     _, model, version, tenant = message.subject.split(".")
     request: wire.Request | None = None
     try:
-        request = wire.decode_request(message.data, message.headers)
+        request = wire.decode_request(message.data, message.headers, subjects.decode_token(version))
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
         request = None  # that may be why it is here
     headers = dict(message.headers)

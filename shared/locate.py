@@ -72,7 +72,7 @@ async def _stored(bus: Bus, rid: str, tenant: str, seq: int) -> tuple[StoredMess
     if message is None or subjects.tenant_of_request(message.subject) != tenant:
         return None
     try:
-        request = wire.decode_request(message.data, message.headers)
+        request = wire.decode_request(message.data, message.headers, subjects.version_of_request(message.subject))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return (message, request) if request.rid == rid else None

@@ -73,6 +73,21 @@ def requests_of_version(model: str, version: str) -> str:
     return f"q.{encode_token(model)}.{encode_token(version)}.>"
 
 
+def requests_by_name(model: str, alias: str = "") -> str:
+    """Where publishers that do not know the version send, whatever lane and tenant: `q.<model>.<@alias>.*.*`."""
+    return f"q.{encode_token(model)}.{encode_token('@')}{encode_token(alias) if alias else ''}.*.*"
+
+
+def requests_mapped(model: str, version: str) -> str:
+    """Where the server's mapping of `requests_by_name` sends them on."""
+    return f"q.{encode_token(model)}.{encode_token(version)}.$1.$2"
+
+
+def version_of_request(subject: str) -> str:
+    """The version of a request's subject."""
+    return decode_token(subject.split(".")[2])
+
+
 def tenant_of_request(subject: str) -> str:
     """The tenant of a request's subject. Identity is the subject's token, never a header."""
     return decode_token(subject.rsplit(".", 1)[1])

@@ -100,7 +100,7 @@ class Input(msgspec.Struct, omit_defaults=True):
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """The body of a message in REQ. `model` and `version` are resolved: no alias, no pin."""
+    """The body of a message in REQ. `model` and `version` are resolved: no alias, no pin; an empty version is the subject's."""
 
     rid: Rid
     model: str
@@ -296,10 +296,14 @@ _decode_request_msgpack = _decoder(msgspec.msgpack.Decoder(Request).decode)
 _decode_request_json = _decoder(msgspec.json.Decoder(Request).decode)
 
 
-def decode_request(data: bytes, headers: Mapping[str, str]) -> Request:
-    """The body of a message in REQ or in the DLQ. Raises Malformed."""
+def decode_request(data: bytes, headers: Mapping[str, str], version: str = "") -> Request:
+    """The body of a message in REQ or in the DLQ. `version` is that of its subject, for a body that leaves it empty: its
+    publisher did not know it, and the server's mapping chose one. Raises Malformed."""
     as_json = headers.get("Content-Type", "").startswith("application/json")
-    return (_decode_request_json if as_json else _decode_request_msgpack)(data)
+    request = (_decode_request_json if as_json else _decode_request_msgpack)(data)
+    if not request.version:
+        request.version = version
+    return request
 
 
 def encode_request(request: Request) -> bytes:

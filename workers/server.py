@@ -362,7 +362,7 @@ def read_delivery(message: Message, version: Version) -> Delivery:
     queue_deadline_ms = headers.get(wire.HEADER_QUEUE_DEADLINE, "")
     if not re.fullmatch("[0-9]{0,15}", queue_deadline_ms):
         raise Malformed(f"{wire.HEADER_QUEUE_DEADLINE} is no time in milliseconds")
-    request = wire.decode_request(message.data, headers)
+    request = wire.decode_request(message.data, headers, version.version)
     if (request.model, request.version) != (version.model, version.version):
         raise Malformed("its body is of another version than its subject")
     try:

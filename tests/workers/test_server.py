@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared import subjects, wire
+from shared import locate, subjects, wire
+from shared.bus import Message
 from shared.errors import (
     BadRequest,
     ContextLength,
@@ -221,6 +222,35 @@ def test_a_version_that_is_removed_or_retired_ends_what_waits_for_it(run_fleet: 
             with pytest.raises(wanted):
                 await read(late)
         await fleet.idle()
+
+    run_fleet(work)
+
+
+def test_a_body_without_a_version_is_of_its_subjects(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        accepted: set[str] = set()
+
+        def on_items(message: Message) -> None:
+            items = wire.decode_from_worker(message.data).items
+            accepted.update(item.rid for item in items if isinstance(item, wire.Accepted))
+
+        await fleet.bus.subscribe("tok.t.c", on_items)
+        home = {wire.HEADER_WIRE: "1", wire.HEADER_REPLY: "tok.t.c"}
+        for rid, encode, kind in (("a", msgspec.msgpack.encode, "msgpack"), ("b", msgspec.json.encode, "json")):
+            body = encode(wire.Request(rid, "m", "", wire.Input(prompt="x"), wire.Sampling(max_tokens=3)))
+            headers = home | {wire.HEADER_MSG_ID: rid, "Content-Type": f"application/{kind}"}
+            await fleet.bus.publish_durable("q.m.v.fast.t", body, headers)
+        found = await locate.locate(fleet.bus, fleet.bus.settings, "a", "t", 1)  # no worker: it is read from the stream
+        assert found is not None
+        assert found.request.version == "v"
+        fleet.spawn()
+        await until(lambda: accepted == {"a", "b"})
+        for rid in ("a", "b"):
+            about = wire.encode(wire.About(rid, "t"))
+            answer = wire.decode_found((await fleet.bus.request(subjects.FIND, about)).data)
+            assert answer.request.version == "v"
+            assert (await fleet.bus.request(subjects.CANCEL, about)).data in (wire.CANCELLED, wire.FINISHED)
+        assert (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages == 0
 
     run_fleet(work)
 
