@@ -83,6 +83,12 @@ def _start_objects(directory: Path, access_key: str, secret_key: str) -> Running
 
 
 @pytest.fixture(scope="session")
+def start_server() -> Callable[..., RunningServer]:
+    """Starts a server that the test describes, and kills."""
+    return RunningServer
+
+
+@pytest.fixture(scope="session")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A nats-server with JetStream that the whole run shares: use names of your own in it, and never stop it."""
     server = _start_nats(tmp_path_factory.mktemp("nats"))
