@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import dlq, models
+from headrace import deployments, dlq, models, routes
 from headrace.globals import Globals
 from headrace.stack.state import StackError
 from shared.errors import HeadraceError
@@ -19,6 +19,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(models.app, name="models")
+app.command()(deployments.deploy)
+app.command()(deployments.rollback)
+app.add_typer(deployments.app, name="deployments")
+app.add_typer(routes.app, name="routes")
 app.add_typer(dlq.app, name="dlq")
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")

@@ -11,9 +11,10 @@ from headrace.globals import Globals
 from headrace.stack import state
 from headrace.stack.state import ProcessState
 from headrace.tuning import utc
-from shared import records, registry, subjects
+from shared import deployment_views, deployments, records, registry, subjects
 from shared.bus import Bus
 from shared.records import Route, Signals, Version
+from shared.rollouts import Deployment, Progress
 from shared.settings import Settings
 
 REASON_CHARACTERS_MAX = 100
@@ -33,6 +34,7 @@ class ModelStatus(msgspec.Struct):
     traffic_pct: float
     aliases: list[str]
     reason: str
+    withdrawn: str = ""  # why nothing new goes to it: it was rolled back
 
 
 class WorkerStatus(msgspec.Struct):
@@ -64,6 +66,20 @@ class ScalingStatus(msgspec.Struct):
     signals: Signals
 
 
+class RolloutStatus(msgspec.Struct):
+    """A deployment that goes on."""
+
+    deployment_id: str
+    model: str
+    version: str
+    stable: str
+    state: str
+    step: int  # from 1; 0: no traffic yet
+    steps_total: int
+    traffic_pct: float
+    waits_for: str | None  # None: no controller tells
+
+
 class Status(msgspec.Struct):
     """What `headrace status --json` prints."""
 
@@ -74,6 +90,7 @@ class Status(msgspec.Struct):
     workers: list[WorkerStatus]
     scaling: list[ScalingStatus]
     processes: dict[str, ProcessState]  # of the local stack
+    rollouts: list[RolloutStatus] = []
 
 
 async def collect(settings: Settings, stack: state.StackState | None) -> Status:
@@ -84,6 +101,8 @@ async def collect(settings: Settings, stack: state.StackState | None) -> Status:
         leases = await registry.read_bucket(bus, subjects.WORKERS_BUCKET, records.lease_at)
         decisions = await registry.read_bucket(bus, subjects.DECISIONS_BUCKET, records.decision_at)
         queue = await _queue(bus, versions)
+        going = [each for each in await deployments.list_deployments(bus) if not each.ended]
+        told = [await deployment_views.find_progress(bus, each) for each in going]
     finally:
         await bus.close()
     return Status(
@@ -123,6 +142,21 @@ async def collect(settings: Settings, stack: state.StackState | None) -> Status:
             for decision in sorted(decisions, key=lambda decision: (decision.model, decision.version))
         ],
         processes=dict(stack.processes) if stack else {},
+        rollouts=[rollout_status(each, progress) for each, progress in zip(going, told, strict=True)],
+    )
+
+
+def rollout_status(deployment: Deployment, progress: Progress | None) -> RolloutStatus:
+    return RolloutStatus(
+        deployment_id=deployment.id,
+        model=deployment.model,
+        version=deployment.version,
+        stable=deployment.stable,
+        state=deployment.state,
+        step=deployment.step + 1,
+        steps_total=len(deployment.steps),
+        traffic_pct=deployment.basis_points / 100,
+        waits_for=progress.waits_for if progress is not None else None,
     )
 
 
@@ -137,6 +171,7 @@ def model_status(version: Version, route: Route | None) -> ModelStatus:
         traffic_pct=weights.get(version.version, 0) / 100,
         aliases=sorted(alias for alias, target in aliases.items() if target == version.version),
         reason=version.reason,
+        withdrawn=route.withdrawn.get(version.version, "") if route else "",
     )
 
 
@@ -158,7 +193,7 @@ def show(context: Globals, as_json: bool) -> None:
                 worker.id,
                 str(worker.pid),
                 f"{worker.model}@{worker.version}" if worker.model else "-",
-                " ".join(filter(None, (worker.state, fetch_progress(worker), _short(worker.reason)))),
+                " ".join(filter(None, (worker.state, fetch_progress(worker), short(worker.reason)))),
                 f"{worker.running}/{worker.slots}",
                 str(worker.claims),
                 f"{worker.blocks_used}/{worker.blocks_total}",
@@ -167,8 +202,19 @@ def show(context: Globals, as_json: bool) -> None:
         terminal.print(table)
     else:
         terminal.print(without_workers(status))
+    for each in status.rollouts:
+        terminal.print(rollout_line(each), markup=False, highlight=False)
     if decided := in_service(status):
         terminal.print(scaling_table(decided))
+
+
+def rollout_line(rollout: RolloutStatus) -> str:
+    at = f", step {rollout.step} of {rollout.steps_total}" if rollout.step else ""
+    waits = "no controller tells what it waits for" if rollout.waits_for is None else f"waits for {rollout.waits_for}"
+    return (
+        f"rollout {rollout.deployment_id}: {rollout.model}@{rollout.version} over {rollout.stable}: {rollout.state}{at}, "
+        f"{rollout.traffic_pct:g}%{'' if rollout.waits_for == '' else f'; {waits}'}"
+    )
 
 
 def console() -> Console:
@@ -216,7 +262,7 @@ def models_table(models: list[ModelStatus]) -> Table:
             f"{model.traffic_pct:g}%",
             " ".join(model.aliases),
             model.source,
-            _short(model.reason),
+            short(model.reason or model.withdrawn),
         )
     return table
 
@@ -233,7 +279,7 @@ async def _queue(bus: Bus, versions: list[Version]) -> QueueStatus:
     return QueueStatus(pending=max(0, stored - claimed), claimed=claimed)
 
 
-def _short(reason: str) -> str:
+def short(reason: str) -> str:
     """The first line of a reason, as much as a table has room for; `models show --json` has all of it."""
     line = reason.strip().split("\n")[0]
     return line if len(line) <= REASON_CHARACTERS_MAX else line[: REASON_CHARACTERS_MAX - 1] + "…"

@@ -135,11 +135,11 @@ def named(target: str) -> tuple[str, str]:
     return model, version
 
 
-def pair(setting: str) -> tuple[str, str]:
+def pair(setting: str, option: str = "--set") -> tuple[str, str]:
     """Name and value of NAME=VALUE."""
     name, equals, value = setting.partition("=")
     if not equals or not name:
-        raise typer.BadParameter(f"{setting!r} is not NAME=VALUE", param_hint="--set")
+        raise typer.BadParameter(f"{setting!r} is not NAME=VALUE", param_hint=option)
     return name, value
 
 

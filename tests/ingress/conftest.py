@@ -4,13 +4,11 @@ import asyncio
 import http.client
 import json
 import socket
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +24,6 @@ from shared.dispatch import Delta
 from shared.errors import Cancelled, HeadraceError
 from shared.router import Router
 from shared.settings import Settings
-
-sys.path.insert(0, str(Path(__file__).parent))  # application.py
 
 DEADLINE_S = 10.0
 

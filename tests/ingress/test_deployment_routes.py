@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import pytest
-from application import refusal, run
 from msgspec.structs import replace
 
 from shared import deployments, records, registry, rollouts, subjects
@@ -14,6 +13,8 @@ from shared.records import ALL_TRAFFIC, Version, VersionLimits, Weight
 from shared.rollouts import Finding, Progress, VersionProgress, noted
 from shared.router import Router
 from shared.settings import Settings
+
+from .application import refusal, run
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from application import refusal, run
 from msgspec.structs import replace
 
 from headrace.push import push
@@ -16,6 +15,8 @@ from shared.manifests import Manifest, ManifestFile
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, VersionLimits
 from shared.settings import Settings
+
+from .application import refusal, run
 
 CONFIG = json.dumps({"max_position_embeddings": 512}).encode()
 
