@@ -148,10 +148,12 @@ def push_version(
 
 def simulated_length(source: str, engine: EngineSettings) -> int:
     """Tokens that a simulated model takes. Raises BadRequest for a profile that does not exist."""
-    from workers.engine.load import LoadRefused, load_engine
+    from workers.engine.load import LoadRefused, check_settings
+    from workers.engine.sim import simulated_info
 
     try:
-        return load_engine(source, None, engine, 0).info.max_model_len
+        check_settings(engine)
+        return simulated_info(source.removeprefix(registry.SIMULATED), engine).max_model_len
     except LoadRefused as error:
         raise BadRequest(str(error), param="source") from error
 

@@ -38,12 +38,8 @@ def warm_up() -> None:
         torch.zeros(1, device="cuda").cpu()
 
 
-def load_engine(source: str, directory: Path | None, settings: EngineSettings, threads: int) -> Engine:
-    """The engine of a version, not yet started.
-
-    `source` is "sim:<profile>", or anything else for a model whose files (Hugging Face layout, safetensors) are in
-    `directory`. `threads` is for torch on the CPU; 0: the cores this process may use. Blocking, seconds. Raises LoadRefused.
-    """
+def check_settings(settings: EngineSettings) -> None:
+    """Raises LoadRefused for settings that no source can be served with."""
     if settings.engine not in ENGINES:
         raise LoadRefused(f"engine is one of {', '.join(ENGINES)}; not {settings.engine!r}")
     if settings.weights not in WEIGHTS:
@@ -52,6 +48,15 @@ def load_engine(source: str, directory: Path | None, settings: EngineSettings, t
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise LoadRefused(f"{name} must be at least 1, not {value}")
+
+
+def load_engine(source: str, directory: Path | None, settings: EngineSettings, threads: int) -> Engine:
+    """The engine of a version, not yet started.
+
+    `source` is "sim:<profile>", or anything else for a model whose files (Hugging Face layout, safetensors) are in
+    `directory`. `threads` is for torch on the CPU; 0: the cores this process may use. Blocking, seconds. Raises LoadRefused.
+    """
+    check_settings(settings)
     if source.startswith(SIMULATED):
         from workers.engine.sim import load_simulated
 

@@ -189,19 +189,25 @@ class SimulatedRunner(Runner):
         return Drawn(tokens, logprobs, _prompt_logprobs(plan), _failed(plan) if self._fault == "faulty" else [])
 
 
-def load_simulated(profile: str, settings: EngineSettings) -> BatchEngine:
-    """The engine of `sim:<profile>`. Raises LoadRefused for one that does not exist, SimulatedFault for an unloadable one."""
+def simulated_info(profile: str, settings: EngineSettings) -> EngineInfo:
+    """What the engine of `sim:<profile>` can hold. Raises LoadRefused for a profile that does not exist."""
     simulated = profile_named(profile)
-    if simulated.fault == "unloadable":
-        raise SimulatedFault(f"sim:{profile} cannot be loaded")
     blocks = settings.kv_blocks or simulated.blocks
-    info = EngineInfo(
+    return EngineInfo(
         max_model_len=min(settings.max_model_len or MAX_MODEL_LEN, blocks * BLOCK_TOKENS),
         slots=settings.slots or simulated.slots,
         blocks_total=blocks,
         device="simulated",
         dtype="none",
     )
+
+
+def load_simulated(profile: str, settings: EngineSettings) -> BatchEngine:
+    """The engine of `sim:<profile>`. Raises LoadRefused for one that does not exist, SimulatedFault for an unloadable one."""
+    simulated = profile_named(profile)
+    if simulated.fault == "unloadable":
+        raise SimulatedFault(f"sim:{profile} cannot be loaded")
+    info = simulated_info(profile, settings)
     runner = SimulatedRunner(simulated.step_ms, simulated.fault)
     return BatchEngine(runner, SimulatedText(), info, settings, MAX_TOKENS_DEFAULT, simulated.cost)
 

@@ -14,7 +14,7 @@ from shared.records import EngineSettings
 from shared.wire import ChatMessage, Input, Sampling
 from workers.engine.load import LoadRefused, load_engine
 from workers.engine.sequence import Load
-from workers.engine.sim import VOCABULARY_SIZE, WORDS, load_simulated, profile_named
+from workers.engine.sim import VOCABULARY_SIZE, WORDS, load_simulated, profile_named, simulated_info
 
 
 def outputs(profile: str = "zero", prompt: str = "the same prompt", **sampling: object) -> list[list[int]]:
@@ -121,6 +121,7 @@ def test_an_unloadable_model_ends_what_loads_it() -> None:
         "try: load_engine('sim:unloadable-1ms', None, EngineSettings(), 0)\n"
         "except LoadRefused: pass"
     )
+    assert simulated_info("unloadable-1ms", EngineSettings()).slots == 256  # it can be registered
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (ran.returncode, ran.stderr.splitlines()[-1].endswith("sim:unloadable-1ms cannot be loaded")) == (1, True)
 
