@@ -283,6 +283,7 @@ def test_what_is_no_request_goes_to_the_dead_letters_and_the_worker_goes_on(run_
         for rid in ("", "a b", "x" * 100_000):
             await put(encode(good | {"rid": rid}))
         await put(encode(good | {"model": "other"}))
+        await put(encode(good | {"version": "other"}))
         await put(encode(good), subject="q.m.v.fast.=FF")
         # over what is left for more headers: stored all the same, by somebody who does not ask us
         await fleet.bus.publish("q.m.v.fast.t", b"x" * (fleet.bus.payload_bytes_max + 30_000), headers=home)
