@@ -34,6 +34,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     slots: int = 0  # of a worker of the new version, 0 while unknown
     stable_slots: int = 0
     replicas_max: int = 1  # of the new version
+    stable_max: int = 1
     cold_start_s: float | None = None  # of the new version's workers
     crashes: int = 0  # of its workers, while they started or served
     last_crash: str = ""
@@ -56,7 +57,7 @@ def floors(deployment: Deployment, facts: Facts, now: float) -> tuple[int, int]:
     if deployment.ended or phase == "pending" or deployment.strategy == "immediate":
         return 0, 0
     need = math.ceil(facts.work / (facts.stable_slots * facts.utilisation) - ROUNDING) if facts.stable_slots else 1
-    stable = max(1, need) if facts.work > 0 else 0
+    stable = min(max(1, need), facts.stable_max) if facts.work > 0 else 0
     if phase == "rolling_back":
         return 0, stable
     if phase == "warming":
@@ -152,7 +153,7 @@ def _trouble(deployment: Deployment, facts: Facts) -> tuple[str, list[Finding]]:
     found = findings(deployment, facts)
     breached = [finding for finding in found if finding.breached]
     if breached:
-        return "; ".join(_said(finding) for finding in breached), found
+        return "; ".join({finding.gate: _said(finding) for finding in breached}.values()), found
     return "", []
 
 

@@ -136,6 +136,7 @@ class Rollouts:
             slots=round(slots_of(canary)) if canary else 0,
             stable_slots=round(slots_of(stable)) if stable else 0,
             replicas_max=canary.max_replicas if canary else 1,
+            stable_max=stable.max_replicas if stable else 1,
             cold_start_s=canary.cold_start_s if canary else None,
             crashes=len(crashes),
             last_crash=crashes[-1] if crashes else "",

@@ -62,7 +62,7 @@ async def create(bus: "Bus", asked: NewDeployment) -> Deployment:
 async def command(bus: "Bus", id_: str, what: Command, why: str = "by hand") -> Deployment:
     """Roll back, pause, resume or promote; what it is now. Of a rollback the route is written at once.
 
-    A promoted deployment can be rolled back while it is the model's last one. Raises DeploymentNotFound, DeploymentState
+    A promoted deployment can be rolled back while its version has the traffic. Raises DeploymentNotFound, DeploymentState
     (it cannot be done in its state) or Unavailable.
     """
     for _ in range(WRITE_TRIES_MAX):
@@ -141,12 +141,16 @@ def _commanded(deployment: Deployment, what: Command, why: str) -> Deployment:
 
 
 async def _check_last(bus: "Bus", deployment: Deployment) -> None:
-    later = (await list_deployments(bus, deployment.model))[-1]
-    if later.id != deployment.id:
-        raise DeploymentState(f"{deployment.id} is promoted, and {later.id} came after it", param="deployment_id")
+    route = await registry.find_route(bus, deployment.model)
+    moved = route is not None and [weight.version for weight in route.weights] != [deployment.version]
+    if route is None or moved or route.deployment != deployment.id:
+        raise DeploymentState(
+            f"{deployment.id} was promoted, and others came after it: "
+            f"deploy {deployment.model}@{deployment.stable} with the strategy `immediate`"
+        )
     old = await registry.find_version(bus, deployment.model, deployment.stable)
-    if old is None or old.state != "available":
-        state = old.state if old else "deleted"
+    if old is None or old.state != "available" or deployment.stable in route.withdrawn:
+        state = "deleted" if old is None else "withdrawn" if deployment.stable in route.withdrawn else old.state
         raise DeploymentState(
             f"{deployment.id} cannot be rolled back: {deployment.model}@{deployment.stable} is {state}"
         )

@@ -57,12 +57,20 @@ class LatencyGate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_ms: Annotated[float, Meta(gt=0)] | None = None
 
 
+class RefusalGate(RateGate, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    difference_max: Share | None = 0.05
+
+
+class TtftGate(LatencyGate, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    slack_ms: Annotated[float, Meta(ge=0)] = 50.0
+
+
 class Gates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a canary must keep, against stable at the same time; null: no such gate. The test is in docs/rollouts.md."""
 
     error_rate: RateGate | None = RateGate()  # answers of 500 and more
-    refusal_rate: RateGate | None = RateGate(difference_max=0.05)  # answers of 400 to 498
-    ttft_p99: LatencyGate | None = LatencyGate(slack_ms=50.0)
+    refusal_rate: RefusalGate | None = RefusalGate()  # answers of 400 to 498
+    ttft_p99: TtftGate | None = TtftGate()
     tpot_p99: LatencyGate | None = LatencyGate()
     crashes_max: Annotated[int, Meta(ge=0)] | None = (
         1  # workers that end by themselves; one more, and it is rolled back
