@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -14,27 +14,25 @@ from controller.allocation import Turn, allocate, demand_of
 from controller.autoscaler import Decision, Snapshot, VersionFacts, decide, policy_of
 from controller.decisions import Decisions
 from controller.faults import point
-from controller.fleet import Kill, Member, Plan, Told
+from controller.fleet import Member, Plan
+from controller.hands import Hands
 from controller.leader import Leadership
 from controller.metrics import Metrics, VersionView
 from controller.observer import HINT_S, Observer, VersionKey
-from controller.placement import NO_VERSION, Drain, Give, Start
+from controller.placement import NO_VERSION
 from controller.rollouts import Rollouts
 from controller.scalers.base import Scaler
 from controller.starts import Exit, Failure, Starts, judge
 from controller.versions import Verify, Versions
-from shared import subjects, wire
 from shared.bus import Bus
 from shared.config import engine_digest
 from shared.errors import Unavailable
 from shared.settings import Settings
-from shared.wire import Assign
 
 log = logging.getLogger(__name__)
 
 HINTED_TICK_S = 0.02  # between looks at the lag after a wake hint
 TICK_MIN_S = 0.005  # events cannot make it spin
-AGAIN_LEASES = 2  # a worker that does not do what it was told within so many leases is told again
 
 
 class Controller:
@@ -57,8 +55,8 @@ class Controller:
         self._exits: list[Exit] = []  # not judged yet
         self._ready: set[tuple[str, VersionKey]] = set()  # workers that have been, as what
         self._decisions = Decisions(bus)
+        self._hands = Hands(bus, settings, scaler, self.observer, self.leader, self._start_failed)
         self._turns: dict[VersionKey, Turn] = {}  # where devices are short
-        self._told: dict[str, Told] = {}  # by worker
         self._term = 0  # of the lead that the decisions are of
         self._should_exit = False
 
@@ -105,15 +103,15 @@ class Controller:
         self._exits += scaler.reap()
         if not self.leader.leads:
             self._exits.clear()  # whoever leads judges them
-            self._told.clear()
+            self._hands.told.clear()
             return
         if self._term != self.leader.term:
             await self._recall()
         point("observed")
         await self._judge_exits()
         now = time.monotonic()
-        await self._tell_again(now)
-        members = fleet.members(scaler.workers, observer.leases, self._told, scaler.owns)
+        await self._hands.tell_again(now)
+        members = fleet.members(scaler.workers, observer.leases, self._hands.told, scaler.owns)
         by_version: defaultdict[VersionKey, list[Member]] = defaultdict(list)
         for member in members:
             by_version[member.model, member.version].append(member)
@@ -125,14 +123,14 @@ class Controller:
             view = VersionView(decision=decision, members=tuple(by_version[name]), lag=observer.lag.get(name))
             self._tell(view)
             plan = self._plan(name, view, now)
-            await self._act(name, plan)
+            await self._hands.act(name, plan)
             if not any((ended.model, ended.version) == name for ended in self._exits):  # why is not known yet
                 wanted.append((name, plan))
             views.append(view)
-        self._kill(NO_VERSION, fleet.overdue(by_version[NO_VERSION], now, self._settings))
+        self._hands.kill(NO_VERSION, fleet.overdue(by_version[NO_VERSION], now, self._settings))
         makes_warm, warm_workers = now >= self._starts[NO_VERSION].retry_at, self._settings.warm_workers
         for action in placement.place(wanted, members, scaler.devices, warm_workers, scaler.makes_workers, makes_warm):
-            await self._place(action)
+            await self._hands.place(action)
         await self._rollouts.step(facts, by_version, observer.records)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
@@ -219,7 +217,7 @@ class Controller:
             )
             self._start_failed(name, failure, served)
 
-    def _start_failed(self, name: VersionKey, failure: Failure, served: bool) -> None:
+    def _start_failed(self, name: VersionKey, failure: Failure, served: bool = False) -> None:
         now = time.monotonic()
         starts = self._starts[name]
         starts.failed(failure, served, now, self._settings)
@@ -258,92 +256,6 @@ class Controller:
         spares = f" and {decision.spares} spares" if decision.spares else ""
         reasons = ", ".join(decision.reasons)
         log.info("%s@%s: %d replicas%s are wanted (%s; %s)", *name, decision.desired, spares, reasons, lag)
-
-    async def _act(self, name: VersionKey, plan: Plan) -> None:
-        """Do what the plan says to the workers that are there."""
-        self._kill(name, plan.kills)
-        for worker in plan.claims:
-            await self._assign(worker, name, True)
-        for worker in plan.rests:
-            await self._assign(worker, name, False)
-        for worker in plan.drains:
-            await self._drain(name, worker)
-
-    def _kill(self, name: VersionKey, kills: Iterable[Kill]) -> None:
-        for kill in kills:
-            if self.leader.leads and not self._scaler.workers[kill.worker].killed_because:
-                log.warning("%s@%s: killing %s: %s", *name, kill.worker, kill.reason)
-                self._scaler.kill(kill.worker, kill.reason)
-                point("killed")
-
-    async def _drain(self, name: VersionKey, worker: str) -> None:
-        if not self.leader.leads:
-            return
-        log.info("%s@%s: draining %s", *name, worker)
-        point("to_drain")
-        if worker in self._scaler.workers:
-            self._scaler.drain(worker)
-        else:
-            await self._bus.publish(subjects.worker_drain(worker), b"")
-        point("drained")
-
-    async def _assign(self, worker: str, name: VersionKey, claim: bool) -> None:
-        """Tell a worker what it is for."""
-        if not self.leader.leads:
-            return
-        log.info("%s@%s: %s is to %s", *name, worker, "claim" if claim else "be loaded")
-        process = self._scaler.workers.get(worker)
-        if process is not None and not process.model:
-            process.model, process.version = name
-            process.assigned_at = time.monotonic()
-        self._told[worker] = Told(Assign(*name, claim, self.leader.term), time.monotonic())
-        point("to_assign")
-        await self._bus.publish(subjects.worker_assign(worker), wire.encode(self._told[worker].assign))
-        point("assigned")
-
-    async def _tell_again(self, now: float) -> None:
-        """Repeat to each worker what it was told, until its lease says so."""
-        for worker, process in self._scaler.workers.items():
-            seen = self.observer.leases.get(worker)
-            if process.assigned_at is None or worker in self._told or seen is None or seen.silent or seen.lease.model:
-                continue  # else it is not known any more what it was told, and whether it heard it
-            assign = Assign(process.model, process.version, True, self.leader.term)
-            self._told[worker] = Told(assign, process.assigned_at)
-        for worker, told in list(self._told.items()):
-            seen = self.observer.leases.get(worker)
-            if seen is None or seen.silent:
-                del self._told[worker]
-                continue
-            lease, assign = seen.lease, told.assign
-            of_another = (lease.model, lease.version) != (assign.model, assign.version)  # whose leader was faster
-            settled = lease.state in ("draining", "failed", "active" if assign.claim else "loaded")
-            if lease.model and (of_another or settled):
-                del self._told[worker]
-            elif now - told.at > self._settings.lease_every_s * AGAIN_LEASES:
-                self._told[worker] = Told(assign, now)
-                await self._bus.publish(subjects.worker_assign(worker), wire.encode(assign))
-
-    async def _place(self, action: Give | Start | Drain) -> None:
-        match action:
-            case Give():
-                await self._assign(action.worker, action.name, action.claim)
-            case Drain():
-                await self._drain(NO_VERSION, action.worker)
-            case Start():
-                self._start(action)
-
-    def _start(self, start: Start) -> None:
-        if not self.leader.leads:
-            return
-        point("to_start")
-        try:
-            worker = self._scaler.start(*start.name, start.device)
-        except OSError as error:
-            failure = Failure(kind="transient", reason=f"no process can be made: {error}")
-            self._start_failed(start.name, failure, False)
-            return
-        point("started")
-        log.info("%s@%s: started %s", *start.name, worker)
 
     def _forget(self, names: set[VersionKey]) -> None:
         """Drop what is kept of versions that are not in service and of workers that are gone."""

@@ -170,10 +170,10 @@ def test_a_warm_worker_that_did_not_hear_what_it_is_for_is_told_by_who_leads_nex
         await bench.available("chat")
         await bench.until(lambda: leases(bench, "", "warm"))
         with monkeypatch.context() as patch:
-            patch.setattr(bench.controller, "_bus", Deaf(bench.controller._bus))
+            patch.setattr(bench.controller._hands, "_bus", Deaf(bench.controller._hands._bus))
             await bench.request("chat")
-            await bench.until(lambda: bench.controller._told)
-            bench.controller._told.clear()  # as one that leads no more, for a moment: the broker was restarted
+            await bench.until(lambda: bench.controller._hands.told)
+            bench.controller._hands.told.clear()  # as one that leads no more, for a moment: the broker was restarted
         (process,) = (process for process in bench.scaler.workers.values() if process.model)
         await bench.until(lambda: [one.worker for one in leases(bench, "chat", "active")] == [process.worker])
 
@@ -191,11 +191,11 @@ def test_a_warm_worker_that_another_controller_has_taken_is_left_to_it(
         await bench.until(lambda: leases(bench, "code", "active") and leases(bench, "", "warm"))
         (warm,) = leases(bench, "", "warm")
         with monkeypatch.context() as patch:
-            patch.setattr(bench.controller, "_bus", Deaf(bench.controller._bus))
+            patch.setattr(bench.controller._hands, "_bus", Deaf(bench.controller._hands._bus))
             await bench.request("chat")
-            await bench.until(lambda: bench.controller._told)
+            await bench.until(lambda: bench.controller._hands.told)
             await bench.bus.publish(subjects.worker_assign(warm.worker), wire.encode(Assign("code", "v1", True, 1)))
-            await bench.until(lambda: not bench.controller._told)
+            await bench.until(lambda: not bench.controller._hands.told)
         assert bench.scaler.workers[warm.worker].model == "code"
         await bench.until(lambda: leases(bench, "chat", "active"))
         assert warm.worker in [one.worker for one in leases(bench, "code", "active")]
