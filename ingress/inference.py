@@ -15,6 +15,7 @@ from ingress.keys import Claimed, Recording, Replay
 from ingress.relay import Exchange
 from ingress.schemas import Body
 from ingress.several import submitted
+from ingress.stickiness import sticky_key
 from shared import wire
 from shared.errors import QueueFull, ResultGone, StreamGone, TooLarge, Unsupported
 from shared.stream import Stream
@@ -54,10 +55,13 @@ class Inference(Exchange):
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int) -> Admitted:
         context = self._context
         reference = self._family.reference(body, scope)
-        sticky = _text(headers, b"x-session-id") or body.prompt_cache_key or body.user or self.rid
-        version = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
+        sticky = sticky_key(_text(headers, b"x-session-id"), body, context.tenant)
+        resolved = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
+        version = resolved.version
         self._is_of(version.model, version.version)
         requests = context.admission.admit(self.rid, body, body_bytes, version, context.tenant, self._started)
+        for request in requests:
+            request.movable = resolved.by_weights
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         framing = Framing(self._family.route, reference, int(time.time()), include_usage, self._streamed)
         if len(requests) > 1:
@@ -76,10 +80,6 @@ class Inference(Exchange):
         first = requests[0]
         sampling = msgspec.structs.replace(first.sampling, n=first.sampling.n * len(requests))
         return Admitted(msgspec.structs.replace(first, sampling=sampling), framing, requests)
-
-    def _is_of(self, model: str, version: str) -> None:
-        self._served.model, self._served.version = model, version
-        self._extra_headers.append((b"x-headrace-version", version.encode()))
 
     async def _publish(self, admitted: Admitted, send: Send) -> None:
         # not interrupted while publishing: the message can be deleted only once the ack told its sequence
@@ -142,9 +142,14 @@ class Inference(Exchange):
         """The stream of a key's request that has not been answered as far as is known."""
         dispatcher, tenant = self._context.dispatcher, self._context.tenant
         if not created and claim.record.seq:
-            left_s = self._settings.queue_deadline_s
+            left_s, seq = self._settings.queue_deadline_s, claim.record.seq
+            if dispatcher.may_have_moved(request):
+                located = await dispatcher.locate(request.rid, tenant, seq)
+                if located is not None:
+                    request = msgspec.structs.replace(request, version=located.request.version)
+                    seq = located.seq
             return await dispatcher.attach(
-                request, tenant, claim.record.seq, wire.encode(request), left_s, keyed=True, resumable=self._resumable
+                request, tenant, seq, wire.encode(request), left_s, keyed=True, resumable=self._resumable
             )
         try:
             stream = await dispatcher.submit(request, tenant, keyed=True, resumable=self._resumable)

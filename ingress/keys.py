@@ -166,13 +166,16 @@ class Claimed:
         """What writes the outcome of `stream` into the record."""
         return Recording(self._keys, self, stream)
 
-    async def answered(self, outcome: Outcome, seq: int) -> None:
-        """Write the outcome, unless there is one."""
+    async def answered(self, outcome: Outcome, seq: int, version: str) -> None:
+        """Write the outcome and the version that it is of, unless there is one."""
         for _ in range(ATTEMPTS_MAX):
             record = await self.read()
             if record is None or record.outcome is not None:
                 return
-            if await self._replace(msgspec.structs.replace(record, outcome=outcome, seq=seq or record.seq)):
+            request = msgspec.structs.replace(record.request, version=version)
+            if await self._replace(
+                msgspec.structs.replace(record, request=request, outcome=outcome, seq=seq or record.seq)
+            ):
                 return
         raise Unavailable("others are writing it")
 
@@ -212,7 +215,7 @@ class Recording:
     def end(self, error: HeadraceError | None) -> None:
         outcome = self._outcome(error)
         if outcome is not None:
-            self._written = self._keys.write(self._claim.answered(outcome, self._stream.sequence))
+            self._written = self._keys.write(self._claim.answered(outcome, self._stream.sequence, self._stream.version))
 
     async def settled(self) -> None:
         """Wait until the outcome is written, or can not be."""
@@ -240,6 +243,7 @@ class Replay:
         assert record.outcome is not None, "only what has ended can be replayed"
         outcome = record.outcome
         self.rid, self.sequence, self.claims = record.request.rid, record.seq, outcome.claims
+        self.version = record.request.version
         self.usage: Usage | None = outcome.usage
         self.ended = True
         self._error = outcome.error

@@ -46,6 +46,10 @@ class Source(Protocol):
     @property
     def sequence(self) -> int: ...
 
+    @property
+    def version(self) -> str:
+        """Which serves it, as far as is known."""
+
     async def next(self, timeout: float | None = None) -> list[Delta]: ...
 
     def leave(self) -> None: ...
@@ -169,8 +173,12 @@ class Exchange(Response):
         finally:
             self._interruptible = False
             stream.leave()
+            self._served.version = stream.version
             if self._counts:
                 self._served.claims, self._served.usage = stream.claims, stream.usage
+
+    def _is_of(self, model: str, version: str) -> None:
+        self._served.model, self._served.version = model, version
 
     async def _before_end(self) -> None:
         """The stream is complete; its last bytes go out when this returns."""
@@ -198,6 +206,7 @@ class Exchange(Response):
                 self._extra_headers.append((b"x-headrace-last-event-id", numbered.id()))
         # the head waits, so that an error that comes soon has its real status
         deltas = await self._next(stream, self._settings.head_hold_s)
+        self._served.version = stream.version  # of one that waits it may change once more
         self._head_sent = True
         await self._send(send, answers.start(200, answers.STREAM + self._timed_headers()))
         while deltas is not None:
@@ -227,6 +236,7 @@ class Exchange(Response):
             raise Internal(f"request {self.rid} is complete, but a choice has no finish")
         await self._before_end()
         data = family.plain(admitted, choices, _usage(stream), stream.claims)
+        self._served.version = stream.version
         headers = [*self._timed_headers(), (b"x-headrace-claims", b"%d" % stream.claims)]
         self._head_sent = True
         await self._send(send, answers.start(200, answers.json_headers(data, headers)))
@@ -256,6 +266,8 @@ class Exchange(Response):
     def _timed_headers(self) -> Headers:
         milliseconds = int((time.monotonic() - self._started) * 1000)
         headers = [*self._extra_headers, (b"openai-processing-ms", b"%d" % milliseconds)]
+        if self._served.version:
+            headers.append((b"x-headrace-version", self._served.version.encode()))
         if self._context.draining:
             headers.append((b"connection", b"close"))
         return headers

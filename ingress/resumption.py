@@ -41,8 +41,7 @@ class Resumption(Exchange):
         if seen is not None and len(seen.choices) != request.sampling.n:
             raise BadRequest(f"{HEADER}: the request has {request.sampling.n} choices", param=HEADER)
         framing = decode_framing(request.framing)
-        self._served.model, self._served.version = request.model, request.version
-        self._extra_headers.append((b"x-headrace-version", request.version.encode()))
+        self._is_of(request.model, request.version)
         self._interruptible = False
         stream = await context.dispatcher.attach(
             request,

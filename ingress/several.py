@@ -25,6 +25,11 @@ class Several:
         self._changed = asyncio.Event()
 
     @property
+    def version(self) -> str:
+        """Of the first prompt; while a rollback moves what waits, another one may have another."""
+        return self._streams[0].version
+
+    @property
     def ended(self) -> bool:
         return self._open == 0 or self._error is not None
 

@@ -33,15 +33,28 @@ class CheckMessage(msgspec.Struct, frozen=True):
 
 
 class Republish(msgspec.Struct, frozen=True):
-    """Publish the body again with Msg-Id `<rid>.<k>`, Hr-Resume and the own Hr-Reply; then `published` or `publish_failed`."""
+    """Publish the body again with Msg-Id `<rid>.<version>.<k>`, Hr-Resume and the own Hr-Reply.
+
+    Then `published` or `publish_failed`. k 0: the copy of a request that moves.
+    """
 
     k: int
 
 
+class Move(msgspec.Struct, frozen=True):
+    """From now on the request is one for `version`: its body, the subject of its copies, the workers that are asked."""
+
+    version: str
+
+
 class DeleteMessage(msgspec.Struct, frozen=True):
-    """STREAM.MSG.DELETE: nobody ever claimed it and nobody else can know of it."""
+    """STREAM.MSG.DELETE: nobody ever claimed it and nobody else can know of it.
+
+    `insist`: try until it is done, since nobody may ever claim it. Its copy is stored, or its version is out of service.
+    """
 
     seq: int
+    insist: bool = False
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
@@ -67,4 +80,4 @@ class End(msgspec.Struct, frozen=True):
     error: HeadraceError | None
 
 
-Action = SendAttach | SendRelease | Nak | CheckMessage | Republish | DeleteMessage | DeadLetter | Deliver | End
+Action = SendAttach | SendRelease | Nak | CheckMessage | Move | Republish | DeleteMessage | DeadLetter | Deliver | End

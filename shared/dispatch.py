@@ -6,6 +6,7 @@ sent as one message.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -26,12 +27,13 @@ from shared.errors import (
     QueueFull,
     StreamGone,
     TooLarge,
+    Unavailable,
     VersionFailed,
     VersionNotFound,
     VersionRetired,
 )
 from shared.locate import Located, locate, revoke
-from shared.records import Version
+from shared.records import Route, Version
 from shared.requester import (
     Action,
     CheckMessage,
@@ -39,17 +41,18 @@ from shared.requester import (
     DeleteMessage,
     Deliver,
     End,
-    Known,
+    Move,
     Nak,
     Republish,
     Requester,
-    RequesterLimits,
     SendAttach,
     SendRelease,
     unknown_rid,
 )
 from shared.settings import Settings
 from shared.stream import Delta, Stream
+from shared.terms import Known, RequesterLimits
+from shared.withdrawals import Withdrawals
 
 __all__ = ["Delta", "Dispatcher", "Stream"]
 
@@ -60,6 +63,8 @@ RELEASE_DELAY_S = 0.005  # a release waits this long for company; an attach take
 TTL_MARGIN_S = 60
 READERS_MAX = 16  # of one request in one process
 REFUSED_AFTER_S = 1.5  # a version out of service may have workers still: time enough to find one
+MOVES_AT_ONCE = 64  # requests whose copies are published, or whose old messages are deleted
+DELETE_AGAIN_S = 1.0
 WAKE_QUIET_S = 1.0  # a version that was heard of this recently needs no wake hint
 
 
@@ -90,6 +95,8 @@ class Dispatcher:
         self._heard: dict[tuple[str, str], float] = {}
         self._refused: dict[tuple[str, str], HeadraceError] = {}  # versions out of service
         self._obstacles: dict[tuple[str, str], str] = {}  # versions whose workers do not start, for now
+        self._withdrawals = Withdrawals()
+        self._moving = asyncio.Semaphore(MOVES_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -144,6 +151,8 @@ class Dispatcher:
             has_body=True,
             keyed=keyed,
             resumable=resumable,
+            version=request.version,
+            movable=request.movable,
         )
         stream = Stream(self, request, tenant, requester, body)
         home.streams[stream.rid] = stream
@@ -164,9 +173,13 @@ class Dispatcher:
         if not shared:
             self._count_published(stream)
         self.act(stream, requester.published(ack.seq, time.monotonic(), shared=shared))
-        if time.monotonic() - self._heard.get((request.model, request.version), -math.inf) > WAKE_QUIET_S:
-            await self._bus.publish(subjects.wake(request.model, request.version))
+        self._withdraw(stream, time.monotonic())  # the route may have changed meanwhile
+        await self._wake(stream)
         return stream
+
+    async def _wake(self, stream: Stream) -> None:
+        if time.monotonic() - self._heard.get((stream.model, stream.version), -math.inf) > WAKE_QUIET_S:
+            await self._bus.publish(subjects.wake(stream.model, stream.version))
 
     async def attach(
         self,
@@ -198,6 +211,8 @@ class Dispatcher:
             resumable=resumable,
             seq=seq,
             known=known,
+            version=request.version,
+            movable=request.movable,
         )
         stream = Stream(self, request, tenant, requester, body)
         stream.accepted = True  # whoever published it counts it in its queue
@@ -249,8 +264,35 @@ class Dispatcher:
     def _refuse(self, model: str, version: str, error: HeadraceError) -> None:
         self._refused[model, version] = error
         for stream in list(self._open()):
-            if (stream.model, stream.version) == (model, version):
+            if (stream.model, stream.version) == (model, version) and not self._may_go_elsewhere(stream):
                 self.act(stream, stream.requester.unavailable(error, time.monotonic()))
+
+    def route_changed(self, route: Route) -> None:
+        """A model's traffic goes another way. Requests of a version that was rolled back move, or end, or go on."""
+        self._withdrawals.put_route(route)
+        now = time.monotonic()
+        for stream in list(self._open()):
+            if stream.model == route.model:
+                self._withdraw(stream, now)
+
+    def route_removed(self, model: str) -> None:
+        """The model has no route any more."""
+        self._withdrawals.drop_route(model)
+
+    def _withdraw(self, stream: Stream, now: float) -> None:
+        error = self._withdrawals.error(stream.model, stream.version)
+        if error is not None:
+            target = self._withdrawals.destination(stream.model, stream.rid)
+            self.act(stream, stream.requester.withdrawn(error, target, now))
+
+    def may_have_moved(self, request: wire.Request) -> bool:
+        """Whether the request may be one for another version by now."""
+        return request.movable and self._withdrawals.error(request.model, request.version) is not None
+
+    def _may_go_elsewhere(self, stream: Stream) -> bool:
+        """Whether a rollback moves the request, or soon may: a version that failed is taken back by its deployment."""
+        rolled_back = self._withdrawals.error(stream.model, stream.version) is not None
+        return (rolled_back or self._withdrawals.rolling(stream.model)) and stream.requester.may_move
 
     # -- what arrives --------------------------------------------------------------------------------------------------
 
@@ -352,8 +394,12 @@ class Dispatcher:
                     self._do(self._publish(action.ack_subject, b"-NAK"))
                 case CheckMessage():
                     self._do(self._check(stream, action.seq))
+                case Move():
+                    stream.move(action.version)
                 case Republish():
                     self._do(self._republish(stream, action.k))
+                case DeleteMessage(insist=True):
+                    self._do(self._delete_left(action.seq))
                 case DeleteMessage():
                     self.totals["withdrawn"] += 1
                     self._do(self._bus.delete_message(subjects.REQ_STREAM, action.seq))
@@ -430,8 +476,10 @@ class Dispatcher:
 
     def _tick_one(self, stream: Stream, now: float) -> None:
         requester = stream.requester
-        if (stream.model, stream.version) in self._refused and requester.unserved_s(now) > REFUSED_AFTER_S:
-            self.act(stream, requester.unavailable(self._refused[stream.model, stream.version], now))
+        self._withdraw(stream, now)
+        refused = self._refused.get((stream.model, stream.version))
+        if refused and requester.unserved_s(now) > REFUSED_AFTER_S and not self._may_go_elsewhere(stream):
+            self.act(stream, requester.unavailable(refused, now))
         due = requester.next_tick()
         if due is not None and due <= now:
             self.act(stream, requester.tick(now))
@@ -463,13 +511,30 @@ class Dispatcher:
             self.act(stream, stream.requester.unavailable(error, time.monotonic()))
             return
         subject = subjects.request(stream.model, stream.version, subjects.LANE_FAST, stream.tenant)
-        headers = self._headers(stream.requester, f"{stream.rid}.{k}", True)
+        message_id = wire.copy_id(stream.rid, stream.version, k)
         try:
-            sequence = await self._bus.publish_durable(subject, stream.body, headers)
+            async with self._moving if k == 0 else contextlib.nullcontext():
+                headers = self._headers(stream.requester, message_id, True)
+                ack = await self._bus.publish_once(subject, stream.body, headers)
         except HeadraceError as error:
             self.act(stream, stream.requester.publish_failed(error, time.monotonic()))
             return
-        self.act(stream, stream.requester.published(sequence, time.monotonic()))
+        # of a request that moves, anybody may have published the copy; of another one, only who speaks to the same workers
+        self.act(stream, stream.requester.published(ack.seq, time.monotonic(), shared=k == 0 and ack.duplicate))
+        self._withdraw(stream, time.monotonic())
+        if k == 0:
+            await self._wake(stream)
+
+    async def _delete_left(self, sequence: int) -> None:
+        """Delete a message that no worker may ever come for."""
+        deadline = time.monotonic() + self._settings.queue_deadline_s
+        while time.monotonic() < deadline:
+            try:
+                async with self._moving:
+                    await self._bus.delete_message(subjects.REQ_STREAM, sequence)
+                return
+            except Unavailable:
+                await asyncio.sleep(DELETE_AGAIN_S)
 
     async def _dead_letter(self, stream: Stream, reason: str) -> None:
         subject = subjects.dead_letter(stream.model, stream.version, stream.tenant)
@@ -491,6 +556,7 @@ class Dispatcher:
             ack_wait_s=settings.ack_wait_s,
             orphan_grace_s=settings.orphan_grace_s,
             nak_hold_s=settings.nak_hold_s,
+            unserved_max_s=settings.ack_wait_s + settings.pull_expires_s + settings.seek_every_max_s,
             deaths_max=settings.deaths_max,
             queue_deadline=now + (settings.queue_deadline_s if queue_left_s is None else queue_left_s),
             generation_s=settings.generation_deadline_s,

@@ -12,8 +12,6 @@ has come. All times are monotonic seconds. A process has at most one requester f
 
 from typing import Final
 
-import msgspec
-
 from shared.actions import (
     Action,
     CheckMessage,
@@ -21,6 +19,7 @@ from shared.actions import (
     DeleteMessage,
     Deliver,
     End,
+    Move,
     Nak,
     Republish,
     SendAttach,
@@ -36,35 +35,10 @@ from shared.errors import (
     StreamGone,
     by_code,
 )
+from shared.terms import Choice, Known, RequesterLimits
 from shared.wire import Accepted, Attach, Frame, No, Ok, Release, Usage, Wait, digest, new_id
 
 NEVER: Final = float("inf")
-
-
-class RequesterLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The timers of one requester, in seconds, and its two deadlines."""
-
-    silence_s: float = 0.5  # without a frame: ping the worker
-    attach_timeout_s: float = 1.0
-    seek_every_s: float = 1.0
-    seek_every_max_s: float = 5.0
-    ack_wait_s: float = 5.0
-    orphan_grace_s: float = 15.0
-    nak_hold_s: float = 2.0
-    deaths_max: int = 4
-    queue_deadline: float  # monotonic time by which some worker must have accepted
-    generation_s: float  # counted from the first accepted
-
-
-class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What a requester that takes over has: all ids per choice, or only a position and a digest per choice.
-
-    With digests it is delivered everything from the first token on: a generation that meets them.
-    """
-
-    ids: list[list[int]] | None = None
-    next: list[int] | None = None
-    digest: list[str] | None = None
 
 
 def unknown_rid(worker: str, item: Accepted | Frame | Ok | Wait | No, reply: str) -> list[Action]:
@@ -73,17 +47,6 @@ def unknown_rid(worker: str, item: Accepted | Frame | Ok | Wait | No, reply: str
         return []
     sid = "" if isinstance(item, Accepted) else item.sid
     return [SendRelease(worker, Release(item.rid, sid, reply, True))]
-
-
-class _Choice:
-    """One choice of the request as the client has it."""
-
-    __slots__ = ("finished", "ids", "next")
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-        self.next = len(ids)
-        self.finished = False
 
 
 class Requester:
@@ -102,11 +65,14 @@ class Requester:
         resumable: bool = False,
         seq: int | None = None,
         known: Known | None = None,
+        version: str = "",
+        movable: bool = False,
     ) -> None:
         """`publisher`: the driver publishes the request itself; else it takes over and is due at once (`next_tick`).
 
         `reply` is the frame address. `has_body`: the driver can publish the request again. `keyed`: others may share the
-        rid by an idempotency key. `seq`: of the message, where it is known before the publish ack.
+        rid by an idempotency key. `seq`: of the message, where it is known before the publish ack. `movable`: another version
+        may take the place of `version` until the first token.
         """
         self.rid = rid
         self.reply = reply
@@ -116,6 +82,8 @@ class Requester:
         self.keyed = keyed
         self.resumable = resumable
         self.seq = seq
+        self.version = version
+        self.movable = movable
 
         self.sid = ""
         self.claim: str | None = None
@@ -129,10 +97,10 @@ class Requester:
         self.duplicates = 0  # tokens trimmed
         self._claims: set[str] = set()
 
-        self._choices = [_Choice([]) for _ in range(choices)]
+        self._choices = [Choice([]) for _ in range(choices)]
         self._known: Known | None = None  # set: some choice has not met its digest yet
         if known is not None and known.ids is not None:
-            self._choices = [_Choice(list(ids)) for ids in known.ids]
+            self._choices = [Choice(list(ids)) for ids in known.ids]
         elif known is not None and known.next and any(known.next):
             self._known = known
         self._unfinished = choices
@@ -151,6 +119,8 @@ class Requester:
         self._gone = False  # the message is not stored and there is no body
         self._publishing = publisher and seq is None
         self._copies = 0
+        self._moving = False  # its copy for another version is not stored as far as is known
+        self._leaving: list[int] = []  # the messages that it leaves: deleted once the copy is stored
         self._hold_until = -NEVER
         self._seen = False  # some worker has spoken of this request
         self._left = False  # the client left, it may come back
@@ -172,6 +142,12 @@ class Requester:
         """When the first claim was adopted; None: the request is still queued."""
         return self._accepted_at
 
+    @property
+    def may_move(self) -> bool:
+        """Whether another version may serve it: nobody chose this one, and the client has nothing of it."""
+        begun = self._known is not None or any(choice.next or choice.finished for choice in self._choices)
+        return self.movable and not begun
+
     def unserved_s(self, now: float) -> float:
         """For how long no worker has had it; 0: one has."""
         return 0.0 if self.ended or self.worker is not None else now - self._seek_since
@@ -192,21 +168,28 @@ class Requester:
         `shared`: it was there already, and perhaps of another requester, which alone is told of claims.
         """
         self._publishing = False
+        actions: list[Action] = []
+        if self._moving:
+            self._moved(now, actions)
         if self.ended:
-            return [DeleteMessage(seq)] if self._delete_late and not shared else []
-        if shared and self.publisher:
+            if self._delete_late and not shared:
+                actions.append(DeleteMessage(seq))
+            return actions
+        if shared:
             self.publisher = False
             self._seek_at = min(self._seek_at, now)
         if self.seq is None or self.worker is None:
             self.seq = seq
             self._gone = False
-        return self._changed([])
+        return self._changed(actions)
 
     def publish_failed(self, error: HeadraceError, now: float) -> list[Action]:
         """A publish was given up. The first one ends the request, unless a worker has it after all; a copy is tried again."""
         self._publishing = False
         actions: list[Action] = []
-        if self._copies:
+        if self._moving:
+            self._seek_at = now + self.limits.seek_every_s  # then it is tried again
+        elif self._copies:
             self._copies -= 1  # the same Msg-Id again: if it was stored, the broker answers with its sequence
         elif not self.ended and not self._seen:
             self._end(error, actions)
@@ -230,10 +213,12 @@ class Requester:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def accepted(self, worker: str, item: Accepted, now: float) -> list[Action]:
-        """A claim holds the message: the last one to say so is adopted."""
-        if self.ended:
+        """A claim holds the message: the last one to say so is adopted. One of a version that was left is told to let go."""
+        if self.ended or item.version not in ("", self.version):
             return unknown_rid(worker, item, self.reply)
         actions: list[Action] = []
+        if self._moving:  # it has the copy
+            self._moved(now, actions)
         if self.worker is not None and self.worker != worker:
             actions.append(SendRelease(self.worker, Release(self.rid, self.sid, self.reply, False)))
         self._adopt(worker, item.claim, now, actions)
@@ -338,6 +323,25 @@ class Requester:
             self._end(error, actions)
         return self._changed(actions)
 
+    def withdrawn(self, error: HeadraceError, target: str | None, now: float) -> list[Action]:
+        """Its version was rolled back: what a worker has goes on, else it moves to `target`, or ends when it may not.
+
+        Told on the change, after a publish ack and at every tick. Who takes over looks for a worker first; what a worker had
+        waits for a redelivery.
+        """
+        actions: list[Action] = []
+        if self.ended or self.worker is not None or self._publishing:
+            return actions
+        unserved_s = now - self._seek_since
+        if self.may_move and target is not None:
+            if self.has_body and (self.publisher or unserved_s >= self.limits.found_s):
+                self._move(target, now, actions)
+        elif (fresh := self.publisher and self._accepted_at is None) or unserved_s >= self.limits.unserved_max_s:
+            if self.seq is not None and (fresh or self._alone):
+                self._leaving.append(self.seq)
+            self._end(error, actions, everybody=fresh)
+        return self._changed(actions)
+
     def disconnected(self) -> None:
         """The own bus connection is lost. Answers may come before `reconnected`, as soon as there is a new one."""
         self._hold_until = NEVER
@@ -384,6 +388,9 @@ class Requester:
             return
         if now < self._seek_at:
             return
+        if self._moving and not self._publishing:
+            self._publishing = True
+            actions.append(Republish(0))
         queued = self.publisher and self._accepted_at is None
         if queued:
             # A long queue must cause no broadcasts; but a message can vanish (the ack of an orphan's timer, a lost disk).
@@ -464,6 +471,29 @@ class Requester:
         self._seek_since = now
         self._seek_round = 0
         self._seek_at = now + self.limits.seek_every_s
+
+    def _move(self, version: str, now: float, actions: list[Action]) -> None:
+        """Be a request for another version. From now on no claim of the old one is adopted: its sid is another, too."""
+        if self.seq is not None:
+            self._leaving.append(self.seq)
+        self.version = version
+        self.seq = None
+        self._gone = False
+        self._copies = 0
+        self._moving = self._publishing = True
+        self._seek(now)
+        actions += [Move(version), Republish(0)]
+
+    def _moved(self, now: float, actions: list[Action]) -> None:
+        """The copy is stored: what it was made of is not needed any more."""
+        self._moving = False
+        self._delete_left(actions)
+        if self.publisher and self._accepted_at is None:
+            self._seek_at = now + 2 * self.limits.orphan_grace_s
+
+    def _delete_left(self, actions: list[Action]) -> None:
+        actions += [DeleteMessage(seq, insist=True) for seq in self._leaving]
+        self._leaving.clear()
 
     def _build_attach(self) -> Attach:
         if self._known is None:
@@ -551,10 +581,12 @@ class Requester:
     def _end(self, error: HeadraceError | None, actions: list[Action], everybody: bool = False) -> None:
         if self.worker is not None:
             actions.append(SendRelease(self.worker, Release(self.rid, self.sid, self.reply, True)))
-        elif error is not None and not self._seen and (everybody or self._alone):
+        elif error is not None and not self._seen and (everybody or self._alone) and self.seq not in self._leaving:
             self._delete_late = self.seq is None
             if self.seq is not None:
                 actions.append(DeleteMessage(self.seq))
+        if everybody or self._alone:
+            self._delete_left(actions)
         actions.append(End(error))
         self.ended = True
         self.worker = self.claim = None

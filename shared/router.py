@@ -7,13 +7,14 @@ import msgspec
 from shared.errors import (
     ModelNotFound,
     NoCapacity,
+    NoReplicaForPin,
     Unavailable,
     VersionConflict,
     VersionFailed,
     VersionNotFound,
     VersionRetired,
 )
-from shared.records import Route, Version, Weight
+from shared.records import STABLE, Route, Version, Weight
 
 BASIS_POINTS = 10_000
 REGISTERING_RETRY_S = 1.0
@@ -37,6 +38,13 @@ class VersionEntry(msgspec.Struct, omit_defaults=True):
     reason: str = ""  # of a failed one
     manifest_sha256: str = ""  # what it is: its files and the engine settings it was pushed with
     withdrawn: str = ""  # why nothing new goes to it: it was rolled back
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """The version that a request goes to."""
+
+    version: Version
+    by_weights: bool  # the route chose it, so that another may take its place before the first token; else it was named
 
 
 class Router:
@@ -65,11 +73,12 @@ class Router:
     def drop_route(self, model: str) -> None:
         self._routes.pop(model, None)
 
-    def resolve(self, reference: str, pin: str | None, sticky_key: str) -> Version:
+    def resolve(self, reference: str, pin: str | None, sticky_key: str) -> Resolved:
         """The version that `reference` (`model`, `model@version`, `model@alias`) and the pinned version name.
 
         A plain name follows the route's weights: the same `sticky_key` keeps its version while weights only grow.
-        Raises ModelNotFound, VersionNotFound, VersionRetired, VersionConflict, VersionFailed, NoCapacity, Unavailable.
+        Raises ModelNotFound, VersionNotFound, VersionRetired, VersionConflict, VersionFailed, NoReplicaForPin, NoCapacity,
+        Unavailable.
         """
         model, at, suffix = reference.partition("@")
         if model not in self._versions and model not in self._routes:
@@ -82,7 +91,12 @@ class Router:
                     f"X-Version-Pin is `{pin}`, but `{reference}` is version `{named.version}`", param="model"
                 )
             named = pinned
-        return _servable(named if named is not None else self._weighted(model, sticky_key))
+        if named is None:
+            return Resolved(_servable(self._weighted(model, sticky_key)), True)
+        route = self._routes.get(model)
+        if route is not None and named.version in route.withdrawn and named.state != "retired":
+            raise withdrawn(model, named.version, route.withdrawn[named.version])
+        return Resolved(_servable(named), False)
 
     def check_servable(self, model: str, version: str) -> None:
         """Raises what `resolve` would for a version that requests have been published to."""
@@ -140,14 +154,22 @@ class Router:
 
     def _weighted(self, model: str, sticky_key: str) -> Version:
         route = self._routes.get(model)
-        weights = [weight for weight in route.weights if weight.basis_points > 0] if route else []
+        weights = _live(route) if route else []
         if not weights:
             if all(version.state == "retired" for version in self._versions.get(model, {}).values()):
                 raise VersionRetired(f"all versions of `{model}` were taken out of service", param="model")
             raise VersionNotFound(
                 f"no version of `{model}` takes its traffic; name one as `{model}@version`", param="model"
             )
-        return self._routed(model, choose(model, weights, sticky_key))
+        return self._routed(model, choose(model, self._working(model, weights), sticky_key))
+
+    def _working(self, model: str, weights: list[Weight]) -> list[Weight]:
+        """Without what failed and is about to be rolled back, as long as there is something else."""
+        versions, route = self._versions.get(model, {}), self._routes[model]
+        if not route.rolling:
+            return weights
+        failed = {name for name, version in versions.items() if version.state == "failed"} - {route.aliases.get(STABLE)}
+        return [each for each in weights if each.version not in failed] or weights
 
     def _routed(self, model: str, name: str) -> Version:
         version = self._versions.get(model, {}).get(name)
@@ -156,6 +178,21 @@ class Router:
                 f"version `{name}` of `{model}` is still being registered", retry_after=REGISTERING_RETRY_S
             )
         return version
+
+
+def withdrawn(model: str, version: str, reason: str) -> NoReplicaForPin:
+    """What a request is told that only a version could serve that was rolled back."""
+    return NoReplicaForPin(f"{model}@{version} is out of service: {reason}", param="model")
+
+
+def destination(route: Route, rid: str) -> str | None:
+    """The version that a request moves to; None: there is none. The same for everybody who may move it."""
+    weights = _live(route)
+    return choose(route.model, weights, rid) if weights else None
+
+
+def _live(route: Route) -> list[Weight]:
+    return [each for each in route.weights if each.basis_points > 0 and each.version not in route.withdrawn]
 
 
 def choose(model: str, weights: list[Weight], sticky_key: str) -> str:

@@ -133,6 +133,13 @@ class Stream:
             self._deltas.clear()
             self._dispatcher.act(self, self.requester.client_left(time.monotonic()))
 
+    def move(self, version: str) -> None:
+        """Be a request for another version."""
+        request = wire.decode_request(self.body, {})
+        self.request = msgspec.structs.replace(self.request, version=version)
+        self.body = wire.encode(msgspec.structs.replace(request, version=version))
+        self.version = version
+
     def deliver(self, part: Deliver) -> None:
         if part.usage is not None:
             self.usage = part.usage

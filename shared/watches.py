@@ -56,8 +56,13 @@ class Watches:
         """A model's route is new, changed, or (None) deleted."""
         try:
             if value is None:
-                self._router.drop_route(records.model_key(key))
-            else:
-                self._router.put_route(records.route_at(key, value))
+                model = records.model_key(key)
+                self._router.drop_route(model)
+                self._dispatcher.route_removed(model)
+                return
+            route = records.route_at(key, value)
         except Internal as error:
             log.error("the route of %s stays as it was: %s", key, error)
+            return
+        self._router.put_route(route)
+        self._dispatcher.route_changed(route)

@@ -13,6 +13,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from shared.subjects import encode_token
+
 Item = TypeVar("Item")
 
 WIRE_VERSION = "1"
@@ -47,6 +49,11 @@ class Malformed(msgspec.DecodeError):
 def new_id() -> str:
     """128 random bits as 32 hex digits: a rid, a sid, a claim, a client."""
     return secrets.token_hex(16)
+
+
+def copy_id(rid: str, version: str, k: int) -> str:
+    """The Nats-Msg-Id of a copy; 0: of the first one for a version that the request was not published for."""
+    return f"{rid}.{encode_token(version)}.{k}"
 
 
 class Grammar(msgspec.Struct, omit_defaults=True):
@@ -107,6 +114,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     version: str
     input: Input
     sampling: Sampling = msgspec.field(default_factory=Sampling)
+    movable: bool = False  # the route chose the version: until the first token another one may take its place
     framing: bytes = b""  # what another requester needs to know to go on with the answer; workers do not look into it
 
 
@@ -151,6 +159,7 @@ class Accepted(msgspec.Struct, tag="a", array_like=True, gc=False):
     seq: Count  # of the message in REQ
     ack: AckSubject  # its ack subject; only for owners that are trusted
     queued_ms: int
+    version: str = ""  # which the message is for; "": not told
 
 
 class Frame(msgspec.Struct, tag="f", array_like=True):

@@ -503,7 +503,8 @@ class ClaimTable:
     def _accept(self, claim: _Claim, actions: list[Action]) -> None:
         reply = claim.delivery.reply
         ack = claim.handles[claim.seq] if reply.startswith(_TRUSTED) else ""
-        actions.append(Send(reply, Accepted(claim.rid, claim.id, claim.seq, ack, claim.delivery.queued_ms)))
+        version = claim.delivery.request.version
+        actions.append(Send(reply, Accepted(claim.rid, claim.id, claim.seq, ack, claim.delivery.queued_ms, version)))
 
     def _start(self, claim: _Claim, prefix: list[list[int]], actions: list[Action]) -> None:
         self._stop_run(claim, actions)

@@ -42,7 +42,7 @@ class FakeStream:
 
     def __init__(self, request: wire.Request) -> None:
         self.request, self.rid = request, request.rid
-        self.claims, self.sequence = 1, 5
+        self.claims, self.sequence, self.version = 1, 5, request.version
         self.usage: wire.Usage | None = None
         self.accepted = self.ended = self.cancelled = False
         self.taken = 0  # deltas that the reader took

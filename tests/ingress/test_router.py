@@ -1,5 +1,6 @@
 """Resolution of references, pins and weights."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,14 +9,15 @@ from shared.errors import (
     HeadraceError,
     ModelNotFound,
     NoCapacity,
+    NoReplicaForPin,
     Unavailable,
     VersionConflict,
     VersionFailed,
     VersionNotFound,
     VersionRetired,
 )
-from shared.records import VersionLimits, Weight
-from shared.router import Router, choose
+from shared.records import Route, VersionLimits, Weight
+from shared.router import Router, choose, destination
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def router(make: Any) -> Router:
     ],
 )
 def test_a_reference_names_a_version(router: Router, reference: str, pin: str | None, expected: str) -> None:
-    assert router.resolve(reference, pin, "key").version == expected
+    assert router.resolve(reference, pin, "key").version.version == expected
 
 
 @pytest.mark.parametrize(
@@ -94,13 +96,13 @@ def test_a_version_that_is_being_registered_may_be_asked_for_again(router: Route
 
 def test_changes_replace_and_drop(router: Router, make: Any) -> None:
     router.put_version(make.version("new"))
-    assert router.resolve("m@new", None, "key").version == "new"
+    assert router.resolve("m@new", None, "key").version.version == "new"
     router.drop_version("m", "new")
     router.drop_version("m", "never there")
     with pytest.raises(VersionNotFound):
         router.resolve("m@new", None, "key")
     router.put_route(make.route(("v2", 10_000)))
-    assert router.resolve("m", None, "key").version == "v2"
+    assert router.resolve("m", None, "key").version.version == "v2"
     router.drop_route("m")
     with pytest.raises(VersionNotFound):
         router.resolve("m", None, "key")
@@ -145,3 +147,73 @@ def test_raising_a_weight_moves_keys_only_to_it() -> None:
     assert all(after[key] == "new" for key in keys if before[key] == "new")
     assert any(after[key] != before[key] for key in keys)
     assert all(choose("m", [Weight("old", 0), Weight("new", 10_000)], key) == "new" for key in keys)
+
+
+def shares(router: Router, keys: list[str]) -> dict[str, str]:
+    return {key: router.resolve("m", None, key).version.version for key in keys}
+
+
+def test_raising_a_weight_only_moves_keys_over_and_each_share_is_its_weight(router: Router, make: Any) -> None:
+    keys = [f"key {number}" for number in range(20_000)]
+    before = dict.fromkeys(keys, "v1")
+    for points in (1, 100, 500, 2_500, 5_000, 9_999, 10_000):
+        router.put_route(make.route(("v1", 10_000 - points), ("v2", points)))
+        now = shares(router, keys)
+        assert now == shares(router, keys)  # a key keeps its version
+        assert all(now[key] == "v2" for key in keys if before[key] == "v2"), points
+        share = points / 10_000
+        bound = 4.5 * math.sqrt(len(keys) * share * (1 - share))
+        assert abs(sum(version == "v2" for version in now.values()) - len(keys) * share) <= bound
+        before = now
+
+
+def test_models_draw_apart(router: Router, make: Any) -> None:
+    """A user that is among the first of one model's rollout is not so of every model's."""
+    weights = [Weight("v1", 5_000), Weight("v2", 5_000)]
+    same = sum(choose("m", weights, str(key)) == choose("n", weights, str(key)) for key in range(2_000))
+    assert abs(same - 1_000) < 4.5 * math.sqrt(500)
+
+
+def test_the_result_tells_who_chose_the_version(router: Router) -> None:
+    assert router.resolve("m", None, "key").by_weights
+    assert not router.resolve("m@v1", None, "key").by_weights
+    assert not router.resolve("m@stable", None, "key").by_weights
+    assert not router.resolve("m", "v1", "key").by_weights
+
+
+@pytest.mark.parametrize(("reference", "pin"), [("m@v2", None), ("m@canary", None), ("m", "v2"), ("m@v2", "v2")])
+def test_what_names_a_version_that_was_rolled_back_is_told_why(
+    router: Router, make: Any, reference: str, pin: str | None
+) -> None:
+    weights = [Weight("v1", 10_000)]
+    router.put_route(Route("m", {"canary": "v2"}, weights, withdrawn={"v2": "rolled back: it was slow", "old": "x"}))
+    with pytest.raises(NoReplicaForPin, match=r"m@v2 .*rolled back: it was slow"):
+        router.resolve(reference, pin, "key")
+    assert router.resolve("m", None, "key").version.version == "v1"
+    with pytest.raises(VersionRetired):
+        router.resolve("m@old", None, "key")
+    router.put_route(Route("m", {"canary": "v2"}, weights))  # deployed again
+    assert router.resolve(reference, pin, "key").version.version == "v2"
+
+
+def test_weights_never_lead_to_a_version_that_was_withdrawn() -> None:
+    route = Route("m", {}, [Weight("v2", 5_000), Weight("v1", 5_000)], withdrawn={"v2": "why"})
+    assert {destination(route, str(rid)) for rid in range(50)} == {"v1"}
+    assert destination(Route("m", {}, [Weight("v2", 10_000)], withdrawn={"v2": "why"}), "rid") is None
+    halves = Route("m", {}, [Weight("v1", 5_000), Weight("v3", 5_000)], withdrawn={"v2": "why"})
+    assert {destination(halves, str(rid)) for rid in range(50)} == {"v1", "v3"}
+
+
+def test_a_canary_that_failed_gets_nothing_while_it_is_about_to_be_rolled_back(router: Router, make: Any) -> None:
+    keys = [str(key) for key in range(50)]
+    weights = [Weight("v1", 5_000), Weight("bad", 5_000)]
+    router.put_route(Route("m", {"stable": "v1"}, weights, rolling=True))
+    assert set(shares(router, keys).values()) == {"v1"}
+    router.put_route(
+        Route("m", {"stable": "bad"}, weights, rolling=True)
+    )  # the old one: the new one was not given its share
+    with pytest.raises(VersionFailed):
+        shares(router, keys)
+    router.put_route(Route("m", {"stable": "v1"}, weights))
+    with pytest.raises(VersionFailed):
+        shares(router, keys)

@@ -23,8 +23,9 @@ from workers.history import History
 FAULTS = (
     *("kill", "stop", "hang", "loss", "broker", "rdeath", "move", "second", "twice", "drain", "false503"),
     *("cancel", "revoke", "deadline", "wfail", "ackwait", "nak", "pubfail", "reconnect", "handback"),
+    "withdraw",
 )
-ENDINGS = ("cancel", "revoke", "deadline")  # end a schedule early, so they are on in fewer
+LIKELY = {"cancel": 0.12, "revoke": 0.12, "deadline": 0.12, "withdraw": 0.3}  # the first three end a schedule early
 # -- campaigns ---------------------------------------------------------------------------------------------------------
 
 
@@ -33,7 +34,7 @@ def schedule(seed: int, faults: Iterable[str] = FAULTS) -> tuple[list[int], list
     rng = random.Random(seed)
     chosen = list(faults)
     if len(chosen) > 2:
-        chosen = [fault for fault in chosen if rng.random() < (0.12 if fault in ENDINGS else 0.45)]
+        chosen = [fault for fault in chosen if rng.random() < LIKELY.get(fault, 0.45)]
     return [rng.getrandbits(40) for _ in range(rng.choice((12, 20, 30, 45, 70)))], chosen
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import msgspec
 
 from shared import actions as asks
+from shared.errors import HeadraceError
 from shared.requester import Requester
-from shared.wire import Attach, Frame, Ok, Wait
+from shared.wire import Accepted, Attach, Frame, Ok, Wait
 from workers.claims import Action, ClaimTable, Send, _Claim
 from workers.history import History, Match, positions_of
 
@@ -98,6 +100,62 @@ class Patient(Requester):
         return NEVER
 
 
+class Loyal(Requester):
+    """Adopts a claim of the version that it has left."""
+
+    def accepted(self, worker: str, item: Accepted, now: float) -> list[asks.Action]:
+        return super().accepted(worker, msgspec.structs.replace(item, version=self.version), now)
+
+
+class Careless(Requester):
+    """Deletes what it leaves before the copy is stored."""
+
+    def _move(self, version: str, now: float, actions: list[asks.Action]) -> None:
+        moves: list[asks.Action] = []
+        super()._move(version, now, moves)
+        actions += [*(asks.DeleteMessage(seq, True) for seq in self._leaving), *moves]
+        self._leaving.clear()
+
+
+class Nostalgic(Requester):
+    """Moves under the sid that it had with a worker of the old version."""
+
+    def _move(self, version: str, now: float, actions: list[asks.Action]) -> None:
+        sid = self.sid
+        super()._move(version, now, actions)
+        self.sid = sid
+
+
+class Restless(Requester):
+    """Moves with what it has."""
+
+    @property
+    def may_move(self) -> bool:
+        return self.movable
+
+
+class Heedless(Requester):
+    """Moves although its version was named."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **(options | {"movable": True}))
+
+
+class Discouraged(Requester):
+    """Does not publish a copy again that could not be stored."""
+
+    def publish_failed(self, error: HeadraceError, now: float) -> list[asks.Action]:
+        moving, self._moving = self._moving, False
+        return [] if moving else super().publish_failed(error, now)
+
+
+class Resigned(Requester):
+    """Waits for the version that was rolled back."""
+
+    def withdrawn(self, error: HeadraceError, target: str | None, now: float) -> list[asks.Action]:
+        return super().withdrawn(error, target, now) if self.may_move else []
+
+
 class Hopeful(ClaimTable):
     """Waits for ids, and starts for no digest."""
 
@@ -167,6 +225,7 @@ class Rules:
 
 
 EVERY = Rules()
+MOVES = ("withdraw", "kill", "stop", "loss", "ackwait", "nak", "move", "second", "twice", "pubfail")
 WITHOUT = {
     "sid": Rules("frames are fenced by (sid, claim)", Unfenced),
     "claim": Rules("a sid is of one claim", FencedBySid),
@@ -189,6 +248,15 @@ WITHOUT = {
     ),
     "grace": Rules("a claim that nobody wants any more ends", table=Faithful),
     "told": Rules("an error is told to whoever waits or comes later", table=Discreet),
+    "left": Rules("a claim of the version that a request has left is told to let go", Loyal, faults=MOVES),
+    "copy": Rules("the copy is stored before what it was made of is deleted", Careless, faults=MOVES),
+    "moves": Rules("a request that moves takes a new sid", Nostalgic, faults=MOVES),
+    "begun": Rules("what has a token does not move", Restless, faults=MOVES),
+    "named": Rules("what was named does not move", Heedless, faults=MOVES),
+    "again": Rules(
+        "a copy that could not be stored is tried again", Discouraged, faults=("withdraw", "pubfail", "loss")
+    ),
+    "waits": Rules("what cannot move ends when nobody serves it any more", Resigned, faults=MOVES),
     "text": Rules("a prefix is served once its text is known", history=Wordless),
     "scores": Rules("log probabilities that are not known are generated again", history=Unscored),
 }

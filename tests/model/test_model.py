@@ -13,6 +13,8 @@ SCHEDULES = 20_000
 SCHEDULES_OF_ONE_FAULT = 500  # of each
 SEEDS_TO_CATCH = 20_000  # within which the model must notice that a rule is missing; most take a few hundred
 KILLERS = 300
+WITHDRAWN = 400  # schedules of a withdrawn version with each of these, by the share of the work that they touch
+WITH = ("second", "twice", "rdeath", "kill", "loss", "pubfail", "move", "stop", "nak", "reconnect")
 
 
 def test_no_schedule_breaks_a_promise() -> None:
@@ -29,19 +31,32 @@ def test_no_single_fault_breaks_a_promise(fault: str) -> None:
     assert not found, f"seeds by kind of violation, --faults {fault}: {found}"
 
 
+@pytest.mark.parametrize("fault", WITH)
+def test_a_version_is_withdrawn_while_something_else_goes_wrong(fault: str) -> None:
+    found, stats = model.campaign(1, WITHDRAWN, ["withdraw", fault])
+    assert not found, f"seeds by kind of violation, --faults withdraw,{fault}: {found}"
+    assert stats["moved"] > WITHDRAWN / 10
+    assert stats["end no_replica_for_pin"] > WITHDRAWN / 20
+
+
 @pytest.mark.parametrize("rule", WITHOUT)
 def test_without_a_rule_the_model_finds_fault(rule: str) -> None:
     faults = WITHOUT[rule].faults or model.FAULTS
     assert model.first(faults, rule, SEEDS_TO_CATCH), f"nothing was found without {rule}: {WITHOUT[rule].says}"
 
 
-def test_a_request_that_kills_its_workers_ends_as_poisoned() -> None:
+@pytest.mark.parametrize("faults", [("loss", "ackwait"), ("loss", "ackwait", "withdraw")])
+def test_a_request_that_kills_its_workers_ends_as_poisoned(faults: tuple[str, ...]) -> None:
+    poisoned = 0
     for seed in range(1, KILLERS + 1):
-        world = Killer(model.schedule(seed, [])[0], ["loss", "ackwait"])
+        world = Killer(model.schedule(seed, [])[0], faults)
         stats = world.run()
-        assert stats["end request_poisoned"] == 1, f"seed {seed}: {stats}"
-        assert stats["dead letters"] == 1, f"seed {seed}"
+        if "withdraw" not in faults or world.movable:  # else its version may be gone first
+            assert stats["end request_poisoned"] == 1, f"seed {seed}: {stats}"
+        poisoned += stats["end request_poisoned"]
+        assert stats["dead letters"] == stats["end request_poisoned"], f"seed {seed}"
         assert stats["workers gone"] <= 6 * DEATHS_MAX, f"seed {seed}: {stats}"
+    assert poisoned > KILLERS / 2
 
 
 # The holes of the first version of the protocol, and those that were found while they were closed: the rule that closes each,

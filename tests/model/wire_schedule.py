@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from wire_world import FAR, FIRST, RID, Node, Violation, Worker, World
+from wire_world import FAR, FIRST, LASTING, MOVED, NEW, OLD, RID, Node, Violation, Worker, World
 
 from shared.errors import Unavailable
 from shared.wire import About
@@ -19,7 +19,7 @@ STEP_S = 0.5  # of the calm phase
 ROUNDS_MAX = 240
 REQUESTERS_MAX = 3
 HARMLESS = frozenset(
-    ("deliver", "hand out", "ackwait", "continue", "generate", "resend", "grace", "forget", "tick", "publish")
+    ("deliver", "hand out", "ackwait", "continue", "generate", "resend", "grace", "forget", "tick", "publish", "learn")
 )
 
 
@@ -41,6 +41,8 @@ class Schedule(World):
             found += [("lose", None)] * 2
         if "broker" in faults:
             found.append(("broker", None))
+        if "withdraw" in faults and not self.withdrawn:
+            found.append(("withdraw", None))
         for seq, message in self.messages.items():
             if message.ready:
                 found += [("hand out", seq)] * 2
@@ -77,6 +79,8 @@ class Schedule(World):
 
     def possible_of_node(self, node: Node, faults: set[str]) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = [("tick", node)]
+        if self.withdrawn and not node.knows:
+            found += [("learn", node)] * 3
         if node.publishing is not None:
             found.append(("publish", node))
             if "pubfail" in faults:
@@ -89,7 +93,7 @@ class Schedule(World):
             found += [(name, node) for name in ("cancel", "deadline", "revoke") if name in faults]
             if len(self.nodes) < REQUESTERS_MAX and "twice" in faults:
                 found.append(("twice", node))
-            if len(self.nodes) < REQUESTERS_MAX and node.requester.seq is not None:
+            if len(self.nodes) < REQUESTERS_MAX and (node.requester.seq is not None or node.requester._moving):
                 found += [(name, node) for name in ("move", "second") if name in faults]
                 if "rdeath" in faults:
                     found += [("die", node), ("die+move", node)]
@@ -109,11 +113,23 @@ class Schedule(World):
         self.deliver(key)
 
     def do_lose(self, _: None, pick: int) -> None:
-        self.pop(list(self.net)[pick % len(self.net)], "lost: ")
+        keys = [key for key in self.net if key[2] != LASTING]
+        if keys:
+            self.pop(keys[pick % len(keys)], "lost: ")
+
+    def do_withdraw(self, _: None, pick: int) -> None:
+        """The version is rolled back; who publishes learns of it at a time of its own."""
+        self.withdrawn = True
+
+    def do_learn(self, node: Node, pick: int) -> None:
+        node.knows = True
+        self.withdraw(node)
 
     def do_broker(self, _: None, pick: int) -> None:
         """The broker restarts: core messages go, the stream stays, its last deliveries may be forgotten."""
         for key in list(self.net):
+            if key[2] == LASTING:
+                continue
             if key[2] in ("tok", "pull") or pick >> len(key[2]) & 1:
                 del self.net[key]
         for message in self.messages.values():
@@ -131,7 +147,7 @@ class Schedule(World):
 
     def do_kill(self, worker: Worker, pick: int) -> None:
         self.remove(worker)
-        self.new_worker()
+        self.new_worker(worker.version)
 
     def do_drain(self, worker: Worker, pick: int) -> None:
         if not worker.stopped and pick % 2 and not worker.table.draining:
@@ -141,7 +157,7 @@ class Schedule(World):
             if worker.runs:
                 raise Violation(f"leak: {worker.name} stopped with {worker.runs}")
             self.remove(worker)
-        self.new_worker()
+        self.new_worker(worker.version)
 
     def do_stop(self, worker: Worker, pick: int) -> None:
         worker.stopped = True
@@ -203,9 +219,12 @@ class Schedule(World):
         self.ask(node, node.requester.tick(self.time_of(node) + 2 * FAR))
 
     def do_second(self, node: Node, pick: int) -> None:
-        """Another caller with the same idempotency key: its record names the first sequence."""
+        """Another caller with the same idempotency key: its record names the first message, or it found where that went."""
         log: list[list[int]] = [[] for _ in range(self.choices)]
-        self.new_node(f"R{len(self.nodes) + 1}", log, seq=self.published[FIRST])
+        seq, version = self.published[FIRST], OLD
+        if node.requester.seq is not None and pick % 2:
+            seq, version = node.requester.seq, node.requester.version
+        self.new_node(f"R{len(self.nodes) + 1}", log, seq=seq, version=version)
 
     def do_twice(self, node: Node, pick: int) -> None:
         """Another caller with the same idempotency key, before its record names a sequence: it publishes, too."""
@@ -235,7 +254,12 @@ class Schedule(World):
     def resume_elsewhere(self, node: Node, unread: int) -> None:
         node.client = False
         log = [ids[: max(0, len(ids) - unread)] for ids in node.log]
-        self.new_node(f"R{len(self.nodes) + 1}", log, leid=True, seq=node.requester.seq)
+        seq, version = node.requester.seq, node.requester.version
+        if seq is None:
+            seq = node.requester._leaving[-1]
+        if seq in self.messages:
+            version = self.messages[seq].version
+        self.new_node(f"R{len(self.nodes) + 1}", log, leid=True, seq=seq, version=version)
 
     def run(self) -> Counter[str]:
         for number in self.ints:
@@ -254,13 +278,20 @@ class Schedule(World):
             print("    --- calm")
         for worker in self.workers.values():  # with "hang" a stopped worker never comes back
             worker.stopped = worker.stopped and "hang" in self.faults
-        if all(worker.stopped for worker in self.workers.values()):
-            self.new_worker()
+        for version in {worker.version for worker in self.workers.values()}:
+            if all(self.workers[name].stopped for name in self.serving(version)):
+                self.new_worker(version)
+        self.withdrawn = self.withdrawn or self.empty  # else who waits for it would wait without end
+        for node in self.nodes.values():
+            if self.withdrawn and node.alive and node.end is None:
+                self.do_learn(node, 0)
         rng = random.Random(7)
         for turn in range(ROUNDS_MAX):
             self.now += STEP_S
             self.calm_network()
             self.calm_broker(rng)
+            if self.empty:
+                self.calm_queue()
             self.calm_workers(rng, turn)
             for node in list(self.nodes.values()):
                 if node.alive and node.end is None:
@@ -287,6 +318,17 @@ class Schedule(World):
                 message.ready = True
             elif message.ready:
                 self.hand_out(seq, rng.getrandbits(8))
+
+    def calm_queue(self) -> None:
+        """What lies in the queue of a version without workers: the leader moves it if nobody else can, or it grows too old."""
+        for seq, message in list(self.messages.items()):
+            if message.version != OLD or ((node := self.homes[message.reply]).alive and node.end is None):
+                continue
+            if self.movable and not node.alive:
+                self.store(message.reply, MOVED, NEW)
+            elif node.requester.version == NEW and not node.requester._leaving:
+                continue  # it was for who moved it to delete it
+            del self.messages[seq]
 
     def calm_workers(self, rng: random.Random, turn: int) -> None:
         for worker in [worker for worker in self.workers.values() if not worker.stopped]:

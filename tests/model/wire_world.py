@@ -1,8 +1,8 @@
 """The world of the model: a broker, requesters and workers that run the production state machines, and what must hold.
 
 Its actors are joined by at-most-once channels that are FIFO per (sender, receiver, subject). A token is the whole path of
-choices that led to it (binary, after the number of the choice), so one comparison shows a gap, a duplicate and a mixture of
-two generations.
+choices that led to it, and the version that it came of, after the number of the choice, so one comparison shows a gap, a
+duplicate and a mixture of two generations or versions.
 """
 
 from collections import Counter
@@ -13,7 +13,9 @@ import msgspec
 from mutants import EVERY, Rules
 
 from shared import actions as asks
-from shared.requester import Known, Requester, RequesterLimits, unknown_rid
+from shared.errors import NoReplicaForPin
+from shared.requester import Requester, unknown_rid
+from shared.terms import Known, RequesterLimits
 from shared.wire import (
     Accepted,
     Attach,
@@ -27,6 +29,7 @@ from shared.wire import (
     Sampling,
     Usage,
     Wait,
+    copy_id,
     digest,
 )
 from workers import claims
@@ -34,7 +37,10 @@ from workers.claims import ClaimLimits, ClaimTable, Delivery
 from workers.engine.request import TokenEvent
 
 RID = "rid"
-FIRST = f"{RID}.0"  # the Msg-Id of the first publish
+FIRST = RID  # the Msg-Id of the first publish
+LASTING = "again"  # the channel of what its sender repeats until it has been heard
+OLD, NEW = "old", "new"  # versions: what is withdrawn, if it is, and what takes its requests
+MOVED = copy_id(RID, NEW, 0)  # the Msg-Id of the copy of a request that moves
 LENGTHS = ((4, 3), (7, 2))  # tokens of a complete choice 0 and 1: one pair in each schedule
 FAULTS_MAX = 6  # in one schedule; twice as many where only one kind of fault is on
 DEATHS_MAX = 4
@@ -57,6 +63,7 @@ class Message(msgspec.Struct):
 
     reply: str
     resume: bool
+    version: str
     ready: bool = True
     deliveries: int = 0
 
@@ -64,8 +71,9 @@ class Message(msgspec.Struct):
 class Worker:
     """A worker process: its table, and an engine that is a set of runs."""
 
-    def __init__(self, name: str, table: ClaimTable) -> None:
+    def __init__(self, name: str, version: str, table: ClaimTable) -> None:
         self.name = name
+        self.version = version
         self.table = table
         self.runs: dict[str, list[list[int]]] = {}
         self.untold: set[str] = set()  # runs that have not told the text of their prefix
@@ -92,6 +100,7 @@ class Node:
         self.end: str | None = None
         self.publishing: str | None = None  # the copy whose publish ack is awaited
         self.ahead = 0.0
+        self.knows = False  # that the version was withdrawn
         self.requester: Requester
 
 
@@ -115,6 +124,7 @@ class World:
         self.now = 1000.0
         self.budget = FAULTS_MAX if len(self.faults) > 1 else 2 * FAULTS_MAX
         self.deaths = 0
+        self.withdrawn = False
         self.stats: Counter[str] = Counter()
         shape = ints[0] if ints else 0
         self.choices = 2 if shape % 3 == 0 else 1
@@ -122,22 +132,28 @@ class World:
         self.lengths = LENGTHS[shape // 6 % 2]
         self.steady = shape // 12 % 2 == 0  # generating anew gives the same tokens
         self.by_ids = shape // 24 % 3 == 0  # who takes over has the ids, not only a digest of them
+        self.movable = shape // 72 % 4 != 0  # the version was chosen by weights
         self.claim_limits = ClaimLimits(
             resend_s=FAR * 10 if self.without == "resend" else 1.0,
             orphan_grace_s=3.0,
             history_kept_s=6.0,
             history_tokens_max=100,
         )
-        self.new_worker()
-        self.new_worker()
+        rolls = "withdraw" in self.faults
+        self.empty = rolls and shape // 288 % 4 == 0  # the version has no worker and gets none
+        if not self.empty:
+            self.new_worker(OLD)
+            self.new_worker(OLD)
+        if rolls:
+            self.new_worker(NEW)
         first = self.new_node("R1", [[] for _ in range(self.choices)], publisher=True)
         self.publish(first, FIRST)
 
     # -- actors --------------------------------------------------------------------------------------------------------
 
-    def new_worker(self) -> None:
+    def new_worker(self, version: str) -> None:
         name = f"W{len(self.workers) + self.stats['workers gone'] + 1}"
-        self.workers[name] = Worker(name, self.rules.table(name, self.claim_limits))
+        self.workers[name] = Worker(name, version, self.rules.table(name, self.claim_limits))
 
     def new_node(
         self,
@@ -146,6 +162,7 @@ class World:
         publisher: bool = False,
         leid: bool = False,
         seq: int | None = None,
+        version: str = OLD,
     ) -> Node:
         node = Node(name, f"tok.ingress.{name}", log, leid)
         position = Known(next=[len(ids) for ids in log], digest=[digest(ids) for ids in log])
@@ -159,6 +176,8 @@ class World:
             attach_timeout_s=FAR * 10 if self.without == "seek" else 1.0,
             ack_wait_s=1.0,
             orphan_grace_s=3.0,
+            found_s=2.0,
+            unserved_max_s=4.0,
             deaths_max=DEATHS_MAX,
             queue_deadline=self.now + FAR,
             generation_s=FAR,
@@ -175,6 +194,8 @@ class World:
             resumable=bool(self.faults & {"move", "rdeath"}),
             seq=seq,
             known=None if publisher else known,
+            version=version,
+            movable=self.movable,
         )
         self.nodes[name] = self.homes[node.address] = node
         return node
@@ -222,31 +243,36 @@ class World:
                 self.send("broker", source, "api", ("state", seq, stored))
             case ("delete", seq):
                 self.messages.pop(seq, None)
-            case ("publish", message_id):
+            case ("publish", message_id, version):
                 known = message_id in self.published
-                self.send("broker", source, "api", ("published", message_id, self.store(source, message_id), known))
+                seq = self.store(source, message_id, version)
+                self.send("broker", source, "api", ("published", message_id, seq, known))
 
-    def store(self, reply: str, message_id: str) -> int:
+    def store(self, reply: str, message_id: str, version: str) -> int:
         """A copy under the same Msg-Id is not stored again."""
         if message_id not in self.published:
             seq = self.published[message_id] = len(self.published) + 1
-            resume = not message_id.endswith(".0")
-            self.messages[seq] = Message(reply, resume)
+            resume = message_id != FIRST
+            self.messages[seq] = Message(reply, resume, version)
             self.stats["published again"] += resume
+            self.stats["moved"] += message_id == MOVED
         return self.published[message_id]
 
     def publish(self, node: Node, message_id: str) -> None:
         node.publishing = message_id
-        self.send(node.address, "broker", "js", ("publish", message_id))
+        self.send(node.address, "broker", "js", ("publish", message_id, node.requester.version))
 
     def hand_out(self, seq: int, pick: int) -> None:
-        name = list(self.workers)[pick % len(self.workers)]  # the open pull of a stopped worker takes messages too
         message = self.messages[seq]
+        names = self.serving(message.version)
+        if not names:
+            return
+        name = names[pick % len(names)]  # the open pull of a stopped worker takes messages too
         message.ready = False
         message.deliveries += 1
         sampling = Sampling(n=self.choices, logprobs=0 if self.logprobs else None)
         delivery = Delivery(
-            request=Request(RID, "m", "v1", Input(prompt="p"), sampling),
+            request=Request(RID, "m", message.version, Input(prompt="p"), sampling, self.movable),
             tenant="t",
             seq=seq,
             handle=f"ack.{seq}.{message.deliveries}",
@@ -256,6 +282,9 @@ class World:
             generation_s=FAR,
         )
         self.send("broker", name, "pull", delivery)
+
+    def serving(self, version: str) -> list[str]:
+        return [name for name, worker in self.workers.items() if worker.version == version]
 
     def held(self, seq: int) -> bool:
         """In-progress from any delivery counts."""
@@ -314,7 +343,8 @@ class World:
         new: list[int] = []
         if len(ids[choice]) < self.lengths[choice]:
             before = ids[choice][-1] if ids[choice] else choice + 1
-            new = [before * 2 + (len(ids[choice]) % 2 if self.steady else pick // 31 % 2)]
+            path = len(ids[choice]) % 2 if self.steady else pick // 31 % 2
+            new = [before * 4 + path * 2 + (worker.version == NEW)]
             ids[choice] += new
         complete = len(ids[choice]) >= self.lengths[choice] and (not new or pick // 67 % 2 == 0)
         if complete:
@@ -379,12 +409,21 @@ class World:
                 if node.publishing != message_id:
                     return
                 node.publishing = None
-                actions = requester.published(seq, now, shared=known and requester.keyed and message_id == FIRST)
+                shared = known and (message_id == MOVED or (requester.keyed and message_id == FIRST))
+                actions = requester.published(seq, now, shared=shared)
             case worker:
                 actions = requester.no_responders(worker, now)
         if self.without == "body" and node.leid:
             requester.has_body = False
         self.ask(node, actions)
+        if isinstance(item, tuple):
+            self.withdraw(node)
+
+    def withdraw(self, node: Node) -> None:
+        """As the driver does it: on the change, after a publish ack, and at every tick."""
+        if node.knows and node.end is None and node.requester.version == OLD:
+            error = NoReplicaForPin("it was rolled back")
+            self.ask(node, node.requester.withdrawn(error, NEW, self.time_of(node)))
 
     def ask(self, node: Node, actions: list[asks.Action]) -> None:
         for action in actions:
@@ -392,7 +431,7 @@ class World:
                 raise Violation(f"two terminals: {action} after the end")
             match action:
                 case asks.SendAttach(None, attach):
-                    for name in self.workers:
+                    for name in self.serving(node.requester.version):
                         self.send(node.address, name, "broadcast", attach)
                 case asks.SendAttach(worker, attach):
                     self.send(node.address, str(worker), "ctl", attach)
@@ -405,9 +444,16 @@ class World:
                 case asks.Republish(k):
                     if node.requester.seq in self.messages:
                         raise Violation(f"copy: {node.name} publishes again while {node.requester.seq} is stored")
-                    self.publish(node, f"{RID}.{k}")
-                case asks.DeleteMessage(seq):
-                    self.send(node.address, "broker", "js", ("delete", seq))
+                    self.publish(node, copy_id(RID, node.requester.version, k))
+                case asks.Move(version):
+                    if any(node.log):
+                        raise Violation(f"mix: {node.name} moves to {version} with {node.log}")
+                    if not self.movable:
+                        raise Violation(f"pin: {node.name} moves to {version}")
+                case asks.DeleteMessage(seq, insist):
+                    if insist and not node.requester.ended and MOVED not in self.published:
+                        raise Violation(f"unstored: {node.name} deletes {seq} before there is a copy of it")
+                    self.send(node.address, "broker", LASTING if insist else "js", ("delete", seq))
                 case asks.DeadLetter():
                     self.stats["dead letters"] += 1
                 case asks.Deliver():
@@ -427,7 +473,8 @@ class World:
             raise Violation(f"logprobs: {part}")
         for token in part.ids:
             if at == len(log):
-                if token >> 1 != (log[-1] if log else part.choice + 1):
+                told_of = NEW if token & 1 else OLD
+                if token >> 2 != (log[-1] if log else part.choice + 1) or told_of != node.requester.version:
                     raise Violation(f"mix: {node.name} has {log}, next token {token}")
                 log.append(token)
             elif log[at] != token:
@@ -452,6 +499,8 @@ class World:
             bad = self.deaths < DEATHS_MAX
         elif how == "stream_gone":
             bad = node.had
+        elif how == "no_replica_for_pin":
+            bad = not self.withdrawn or requester.may_move
         elif how == "diverged":
             bad = requester._known is None
         else:
@@ -462,3 +511,4 @@ class World:
     def tick_node(self, node: Node, now: float) -> None:
         node.ahead = max(node.ahead, now - self.now)
         self.ask(node, node.requester.tick(self.time_of(node)))
+        self.withdraw(node)
