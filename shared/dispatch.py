@@ -501,7 +501,8 @@ class Dispatcher:
     async def _check(self, stream: Stream, sequence: int) -> None:
         stored = await self._bus.get_message(subjects.REQ_STREAM, sequence)
         if stored is not None and not stream.body:
-            stream.body = wire.encode(wire.decode_request(stored.data, stored.headers))
+            request = wire.decode_request(stored.data, stored.headers, subjects.version_of_request(stored.subject))
+            stream.body = wire.encode(request)
         self.act(stream, stream.requester.message_state(sequence, stored is not None, time.monotonic()))
 
     async def _republish(self, stream: Stream, k: int) -> None:

@@ -155,11 +155,11 @@ class Site:
         await self.until(ready, ingress)
         return ingress
 
-    async def worker(self) -> Process:
+    async def worker(self, version: str = "v") -> Process:
         """Start a worker; it claims when this returns."""
         self._number += 1
         name = f"{self.model}-worker{self._number}"
-        argv = ["workers.main", "--model", self.model, "--version", "v", "--worker-id", name]
+        argv = ["workers.main", "--model", self.model, "--version", version, "--worker-id", name]
         worker = Process(name, argv, self.settings, self._directory)
         self._processes.append(worker)
 
