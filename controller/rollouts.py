@@ -4,6 +4,7 @@ Level-triggered: in each tick every deployment that goes on moves by one change 
 its model's last deployment says is written. All of it by compare-and-set: a controller that led before changes nothing.
 """
 
+import asyncio
 import logging
 import math
 import time
@@ -16,17 +17,19 @@ from controller.fleet import Member
 from controller.leader import Leadership
 from controller.metrics import Metrics
 from controller.observer import VersionKey
+from controller.orphans import rehome_orphans
 from controller.rollout import Facts, advance, findings, floors, waits_for
 from controller.tallies import Tallies
 from shared import deployments, rollouts, subjects
 from shared.bus import Bus
-from shared.errors import Internal, Unavailable
+from shared.errors import Internal, QueueFull, Unavailable
 from shared.keyvalue import Watch
 from shared.records import Route, Version, model_key, route_at
 from shared.rollouts import Deployment, Progress, VersionProgress
 
 log = logging.getLogger(__name__)
 
+ORPHANS_EVERY_S = 2.0
 ENDED_KEPT = 50  # deployments of a model that have ended
 
 
@@ -45,6 +48,7 @@ class Rollouts:
         self._crashes: dict[VersionKey, list[str]] = {}  # how workers ended by themselves
         self._floors: dict[str, tuple[int, int]] = {}  # by deployment
         self._told_at: dict[str, float] = {}  # monotonic seconds: when its progress was told
+        self._searches: dict[str, asyncio.Task[None]] = {}  # by deployment: for requests that nobody answers for
         self._watches: list[Watch] = []
 
     async def start(self) -> None:
@@ -56,6 +60,9 @@ class Rollouts:
         ]
 
     async def close(self) -> None:
+        for task in self._searches.values():
+            task.cancel()
+        await asyncio.gather(*self._searches.values(), return_exceptions=True)
         for watch in self._watches:
             await watch.close()
 
@@ -174,9 +181,23 @@ class Rollouts:
         after = advance(deployment, facts, time.time())
         if after is not deployment:
             await self._write(after)
+        if after.state == "rolling_back" and after.id not in self._searches:
+            self._searches[after.id] = asyncio.create_task(self._rehome_orphans(after), name=f"orphans of {after.id}")
         stable = members.get((deployment.model, deployment.stable), ())
         active = sum(member.state == "active" for member in stable)
         await self._tell(after, facts, active, after is not deployment)
+
+    async def _rehome_orphans(self, deployment: Deployment) -> None:
+        """Move what is queued and has no requester, again and again as long as it is being rolled back."""
+        while self._leader.leads and self._deployments.get(deployment.id, deployment).state == "rolling_back":
+            try:
+                moved = await rehome_orphans(self._bus, deployment.model, deployment.version, deployment.stable)
+            except (Unavailable, QueueFull) as error:
+                log.info("%s: requests without a requester wait: %s", deployment.id, error.message)
+            else:
+                if moved:
+                    log.info("%s: %d requests whose requester is gone were moved", deployment.id, moved)
+            await asyncio.sleep(ORPHANS_EVERY_S)
 
     async def _write(self, after: Deployment) -> None:
         found = await deployments.find(self._bus, after.id)
@@ -220,6 +241,7 @@ class Rollouts:
         going = self._going()
         self._tallies.forget({each.id for each in going})
         names = {(each.model, each.version) for each in going}
+        self._searches = {id_: task for id_, task in self._searches.items() if not task.done()}
         for kept_of in (self._floors, self._told_at):
             for id_ in kept_of.keys() - {each.id for each in going}:
                 del kept_of[id_]
