@@ -8,12 +8,15 @@ version has baked. Gates are looked at in every state with traffic, paused ones 
 """
 
 import math
+from collections import deque
+from collections.abc import Sequence
 
 from msgspec import Struct, field
 
-from controller.autoscaler import ROUNDING
+from controller.autoscaler import ROUNDING, Policy, Sample, VersionFacts, load, remember, slots_of
+from controller.fleet import Member
 from controller.gates import judge
-from shared.records import ALL_TRAFFIC
+from shared.records import ALL_TRAFFIC, Version
 from shared.rollouts import Deployment, Finding, Step, noted
 from shared.tally import Tally
 
@@ -42,6 +45,58 @@ class Facts(Struct, frozen=True, kw_only=True):
     stable_step: Tally = field(default_factory=Tally)
     canary_all: Tally = field(default_factory=Tally)  # since the deployment began
     stable_all: Tally = field(default_factory=Tally)
+
+
+def facts_of(
+    canary: VersionFacts | None,
+    stable: VersionFacts | None,
+    workers: Sequence[Member],
+    record: Version | None,
+    crashes: Sequence[str],
+    canary_counts: tuple[Tally, Tally],
+    stable_counts: tuple[Tally, Tally],
+    work: "Work",
+    now: float,
+) -> Facts:
+    """What is known of the new version, `canary`, and the old one. `workers` are the new one's, `crashes` how those that ended
+    by themselves did. Counts: since the step began, and in all. `now` is on the clock of the versions' facts.
+    """
+    return Facts(
+        state=record.state if record else "deleted",
+        state_reason=record.reason if record else "",
+        active=sum(member.state == "active" and member.claim for member in workers),
+        workers=len(workers),
+        open_requests=canary.lag.total if canary and canary.lag else None,
+        work=work.peak([each for each in (canary, stable) if each is not None], now),
+        utilisation=work.policy.target_utilisation,
+        slots=round(slots_of(canary)) if canary else 0,
+        stable_slots=round(slots_of(stable)) if stable else 0,
+        replicas_max=canary.max_replicas if canary else 1,
+        stable_max=stable.max_replicas if stable else 1,
+        cold_start_s=canary.cold_start_s if canary else None,
+        crashes=len(crashes),
+        last_crash=crashes[-1] if crashes else "",
+        canary_step=canary_counts[0],
+        stable_step=stable_counts[0],
+        canary_all=canary_counts[1],
+        stable_all=stable_counts[1],
+    )
+
+
+class Work:
+    """What the load of both versions together asks for, at its latest peak. The sum of the peaks of each would count twice
+    what moves from the one to the other.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._history: deque[Sample] = deque()
+
+    def peak(self, versions: Sequence[VersionFacts], now: float) -> float:
+        """Slots; within the window in which the autoscaler takes nothing away."""
+        window_s = max([self.policy.down_window_s, *(each.cold_start_s or 0.0 for each in versions)])
+        remember(self._history, Sample(now, sum(load(each, self.policy)[0] for each in versions)), window_s)
+        return self._history[0].work
 
 
 def replicas_for(facts: Facts, basis_points: int) -> int:

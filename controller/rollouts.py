@@ -11,14 +11,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from controller.autoscaler import Policy, VersionFacts, load, slots_of
+from controller.autoscaler import Policy, VersionFacts
 from controller.faults import point
 from controller.fleet import Member
 from controller.leader import Leadership
 from controller.metrics import Metrics
 from controller.observer import VersionKey
 from controller.orphans import rehome_orphans
-from controller.rollout import Facts, advance, findings, floors, waits_for
+from controller.rollout import Facts, Work, advance, facts_of, findings, floors, waits_for
 from controller.tallies import Tallies
 from shared import deployments, rollouts, subjects
 from shared.bus import Bus
@@ -47,6 +47,7 @@ class Rollouts:
         self._tallies = Tallies()
         self._crashes: dict[VersionKey, list[str]] = {}  # how workers ended by themselves
         self._floors: dict[str, tuple[int, int]] = {}  # by deployment
+        self._work: dict[str, Work] = {}  # by deployment
         self._told_at: dict[str, float] = {}  # monotonic seconds: when its progress was told
         self._searches: dict[str, asyncio.Task[None]] = {}  # by deployment: for requests that nobody answers for
         self._watches: list[Watch] = []
@@ -127,34 +128,17 @@ class Rollouts:
         records: Mapping[VersionKey, Version],
     ) -> Facts:
         new, old = (deployment.model, deployment.version), (deployment.model, deployment.stable)
-        canary, stable = known.get(new), known.get(old)
-        record = records.get(new)
-        crashes = self._crashes.get(new, [])
-        canary_step, canary_all = self._tallies.of(deployment, deployment.version)
-        stable_step, stable_all = self._tallies.of(deployment, deployment.stable)
-        return Facts(
-            state=record.state if record else "deleted",
-            state_reason=record.reason if record else "",
-            active=sum(member.state == "active" and member.claim for member in members.get(new, ())),
-            workers=len(members.get(new, ())),
-            open_requests=canary.lag.total if canary and canary.lag else None,
-            work=sum(self._peak(each) for each in (canary, stable) if each is not None),
-            utilisation=self._policy.target_utilisation,
-            slots=round(slots_of(canary)) if canary else 0,
-            stable_slots=round(slots_of(stable)) if stable else 0,
-            replicas_max=canary.max_replicas if canary else 1,
-            stable_max=stable.max_replicas if stable else 1,
-            cold_start_s=canary.cold_start_s if canary else None,
-            crashes=len(crashes),
-            last_crash=crashes[-1] if crashes else "",
-            canary_step=canary_step,
-            stable_step=stable_step,
-            canary_all=canary_all,
-            stable_all=stable_all,
+        return facts_of(
+            known.get(new),
+            known.get(old),
+            members.get(new, ()),
+            records.get(new),
+            self._crashes.get(new, []),
+            self._tallies.of(deployment, deployment.version),
+            self._tallies.of(deployment, deployment.stable),
+            self._work.setdefault(deployment.id, Work(self._policy)),
+            time.monotonic(),
         )
-
-    def _peak(self, facts: VersionFacts) -> float:
-        return max([load(facts, self._policy)[0], *(sample.work for sample in facts.history)])
 
     # -- what is done ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +226,7 @@ class Rollouts:
         self._tallies.forget({each.id for each in going})
         names = {(each.model, each.version) for each in going}
         self._searches = {id_: task for id_, task in self._searches.items() if not task.done()}
-        for kept_of in (self._floors, self._told_at):
+        for kept_of in (self._floors, self._told_at, self._work):
             for id_ in kept_of.keys() - {each.id for each in going}:
                 del kept_of[id_]
         self._crashes = {name: how for name, how in self._crashes.items() if name in names}

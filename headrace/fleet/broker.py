@@ -29,8 +29,11 @@ class _Pull:
 class Broker:
     """The durable consumer of one model version (lane `fast`)."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, version: str = "") -> None:
+        self.version = version
         self._clock = clock
+        self._heir: Broker | None = None
+        self.rehomed = 0
         self._pulls: deque[_Pull] = deque()
         self._waiting: deque[Request] = deque()
         self._returned: deque[Request] = deque()
@@ -54,6 +57,7 @@ class Broker:
         )
 
     def publish(self, request: Request) -> None:
+        request.version = self.version
         self._waiting.append(request)
         self._serve()
 
@@ -61,7 +65,19 @@ class Broker:
         """A negative acknowledgement: it is delivered again, before all others."""
         self.claimed -= 1
         self._returned.append(request)
+        if self._heir is not None:
+            self.rehome(self._heir)
         self._serve()
+
+    def rehome(self, heir: "Broker") -> None:
+        """What nobody has claimed and no token is there of goes to another version's queue, from now on."""
+        self._heir = heir
+        for queue in (self._returned, self._waiting):
+            moved = [request for request in queue if request.first < 0]
+            for request in moved:
+                queue.remove(request)
+                heir.publish(request)
+            self.rehomed += len(moved)
 
     def acknowledge(self) -> None:
         self.claimed -= 1
@@ -72,7 +88,7 @@ class Broker:
         self._clock.at(expires, self._expire, pull)
         self._serve()
 
-    def resume(self) -> None:
+    def resume(self, _: object = None) -> None:
         self.paused = False
         self._serve()
 

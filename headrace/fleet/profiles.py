@@ -151,6 +151,13 @@ def roofline(
     )
 
 
+def slower(profile: Profile, times: float) -> Profile:
+    """The same with steps that take so many times as long."""
+    return msgspec.structs.replace(
+        profile, name=f"{profile.name}, x{times:g}", step_ms=lambda load: times * profile.step_ms(load)
+    )
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What `headrace bench profile` writes."""
 

@@ -1,6 +1,8 @@
 """What a simulation is worth: percentiles, the share of requests within the SLA, the fleet over time, money."""
 
 from array import array
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -9,20 +11,24 @@ import numpy as np
 from msgspec import Struct
 
 from headrace.fleet.control import Control
+from headrace.fleet.rollout import NEW, OLD, Caught, Rollout
 from headrace.fleet.scenario import Scenario
 from headrace.fleet.worker import GAP_BUCKETS_PER_MS, Fleet
 from headrace.fleet.workload import Request
+from shared.errors import HeadraceError
+from shared.rollouts import Event, reason_of_rollback
 
 TENANTS_SHOWN = 50
 
 
-class Sample(Struct, frozen=True, kw_only=True):
+class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The fleet at one time."""
 
     at_s: float
     workers: dict[str, int]  # by state
     queued: int
     claimed: int
+    versions: dict[str, int] = {}  # workers by version, where there are two
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -41,7 +47,31 @@ class TenantResult(Struct, frozen=True, kw_only=True):
     service_per_weight: float
 
 
-class Result(Struct, frozen=True, kw_only=True):
+class VersionResult(Struct, frozen=True, kw_only=True):
+    """What a version has answered during the measured time."""
+
+    finished: int
+    failed: int
+    bad: int  # failed, or outside the SLA
+    ttft_ms: Spread
+    tpot_ms: Spread
+    gpu_hours: float
+
+
+class RolloutResult(Struct, frozen=True, kw_only=True):
+    """`failed` and `finished` by whoever answered. Times are seconds after the warm-up."""
+
+    state: str
+    reason: str  # of its last change
+    why: str  # it was rolled back; "" if it was not
+    caught: Caught | None
+    rehomed: int  # requests that went to the old version's queue at the rollback
+    workers_max: int  # at one time
+    events: list[Event]
+    versions: dict[str, VersionResult]
+
+
+class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`tpot_ms`: of each request, the mean time from one token to the next. `gap_ms`: of all tokens, also the warm-up's."""
 
     scenario: str
@@ -78,6 +108,7 @@ class Result(Struct, frozen=True, kw_only=True):
     tenants: dict[str, TenantResult]
     timeline: list[Sample]
     windows: list[dict[str, float]]  # by time of arrival: at_s, requests, ttft_p99_ms, tpot_p99_ms
+    rollout: RolloutResult | None = None
 
     def encoded(self) -> bytes:
         """The same bytes for the same scenario and seed."""
@@ -88,18 +119,20 @@ class Records:
     """What became of the requests that came after the warm-up."""
 
     def __init__(self, starts: float, ends: float) -> None:
-        self._starts, self._ends = starts, ends
+        self._starts, self.ends = starts, ends
         self._numbers = 0
         self.open = 0
         self.requests = 0
         self.cancels = 0
         self.redelivered = 0
         self.refusals: dict[str, int] = {}
-        self.worker_s = 0.0
+        self.failures: Counter[str] = Counter()  # by version
+        self.worker_s: defaultdict[str, float] = defaultdict(float)  # by version
         self.tenants: list[str] = []
         self.weights: list[float] = []
         self._tenant_numbers: dict[str, int] = {}
         self.asked: dict[int, int] = {}
+        self.version: list[str] = []
         self.tenant, self.output, self.prompt = array("l"), array("l"), array("l")
         self.at, self.admitted, self.first, self.done = array("d"), array("d"), array("d"), array("d")
 
@@ -117,6 +150,7 @@ class Records:
             return
         self.open -= 1
         self.redelivered += request.claims > 1
+        self.version.append(request.version)
         self.tenant.append(self._tenant(request))
         self.prompt.append(request.prompt)
         self.output.append(request.output)
@@ -130,13 +164,14 @@ class Records:
             self.open -= 1
             self.cancels += 1
 
-    def refused(self, request: Request, reason: str) -> None:
+    def refused(self, request: Request, error: HeadraceError) -> None:
         if self._measured(request):
             self.open -= 1
-            self.refusals[reason] = self.refusals.get(reason, 0) + 1
+            self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
+            self.failures[request.version] += 1
 
     def _measured(self, request: Request) -> bool:
-        return self._starts <= request.at < self._ends
+        return self._starts <= request.at < self.ends
 
     def _tenant(self, request: Request) -> int:
         number = self._tenant_numbers.get(request.tenant)
@@ -148,8 +183,16 @@ class Records:
 
 
 def summarise(
-    scenario: Scenario, fleet: Fleet, records: Records, samples: list[Sample], control: Control | None
+    scenario: Scenario,
+    fleets: Mapping[str, Fleet],
+    records: Records,
+    samples: list[Sample],
+    control: Control | None,
+    rollout: Rollout | None,
 ) -> Result:
+    fleet, gaps = fleets[OLD], Counter[int]()
+    for each in fleets.values():
+        gaps.update(each.gaps)
     path_ms = scenario.fleet.path_ms
     at, first, done = np.asarray(records.at), np.asarray(records.first), np.asarray(records.done)
     output = np.asarray(records.output)
@@ -162,9 +205,12 @@ def summarise(
     spreads = _spread(ttft), _spread(tpot[several])
     unfinished = records.open
     tokens = int(output.sum())
-    usd = records.worker_s / 3600 * fleet.profile.usd_per_hour
+    worker_s = sum(records.worker_s.values())
+    usd = sum(seconds / 3600 * fleets[name].profile.usd_per_hour for name, seconds in records.worker_s.items())
     tenants, jain = _tenants(records, ttft)
-    tokens_made = sum(fleet.gaps.values())
+    cached, computed = (
+        sum(getattr(each, name) for each in fleets.values()) for name in ("cached_tokens", "prompt_tokens")
+    )
     return Result(
         scenario=scenario.name,
         profile=fleet.profile.name,
@@ -191,13 +237,13 @@ def summarise(
         tokens_per_s=_rounded(tokens / seconds),
         ttft_ms=spreads[0],
         tpot_ms=spreads[1],
-        gap_ms=_spread_of_buckets(fleet.gaps),
+        gap_ms=_spread_of_buckets(gaps),
         queue_ms=_spread(queue),
-        batch=_rounded(tokens_made / max(1, fleet.steps)),
-        preemptions=fleet.preemptions,
+        batch=_rounded(gaps.total() / max(1, sum(each.steps for each in fleets.values()))),
+        preemptions=sum(each.preemptions for each in fleets.values()),
         redelivered=records.redelivered,
-        cached_share=_rounded(fleet.cached_tokens / max(1, fleet.cached_tokens + fleet.prompt_tokens)),
-        gpu_hours=_rounded(records.worker_s / 3600),
+        cached_share=_rounded(cached / max(1, cached + computed)),
+        gpu_hours=_rounded(worker_s / 3600),
         usd=_rounded(usd),
         usd_per_million_tokens=_rounded(usd / max(1, tokens) * 1e6),
         jain=jain,
@@ -206,6 +252,43 @@ def summarise(
         tenants=tenants,
         timeline=samples,
         windows=_windows(scenario, at - scenario.warmup_s, ttft, tpot),
+        rollout=_rollout(rollout, scenario, fleets, records, samples, ttft, tpot) if rollout else None,
+    )
+
+
+def _rollout(
+    rollout: Rollout,
+    scenario: Scenario,
+    fleets: Mapping[str, Fleet],
+    records: Records,
+    samples: list[Sample],
+    ttft: Any,
+    tpot: Any,
+) -> RolloutResult | None:
+    deployment, version = rollout.deployment, np.asarray(records.version)
+    if deployment is None:
+        return None
+    bad = (ttft > scenario.sla.ttft_ms) | (tpot > scenario.sla.tpot_ms)
+    several = np.asarray(records.output) > 1
+    return RolloutResult(
+        state=deployment.state,
+        reason=deployment.reason,
+        why=reason_of_rollback(deployment),
+        caught=rollout.caught,
+        rehomed=fleets[NEW].broker.rehomed,
+        workers_max=max((sum(sample.workers.values()) for sample in samples), default=0),
+        events=[msgspec.structs.replace(each, at=_rounded(each.at - scenario.warmup_s)) for each in deployment.events],
+        versions={
+            name: VersionResult(
+                finished=int((version == name).sum()),
+                failed=records.failures[name],
+                bad=int((bad & (version == name)).sum()) + records.failures[name],
+                ttft_ms=_spread(ttft[version == name]),
+                tpot_ms=_spread(tpot[several & (version == name)]),
+                gpu_hours=_rounded(records.worker_s[name] / 3600),
+            )
+            for name in fleets
+        },
     )
 
 

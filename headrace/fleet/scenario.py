@@ -11,6 +11,7 @@ from headrace.fleet import profiles
 from headrace.fleet.profiles import Efficiency, Profile
 from shared.errors import BadRequest
 from shared.records import EngineSettings
+from shared.rollouts import Gates, Seconds, Step, Strategy
 from shared.settings import Settings
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -79,6 +80,8 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_workers: Count = 100_000
     jitter: Annotated[float, Meta(ge=0)] = 0.0  # mean deviation of a step's time, as a share of it
     path_ms: Annotated[float, Meta(ge=0)] = 1.5  # from a client to a worker and back, without the engine
+    start_s: Annotated[float, Meta(ge=0)] | None = None  # of a worker until it serves; None: the profile's
+    errors: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of the requests: the engine fails them
 
 
 class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,6 +96,26 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     count: Count = 0
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of the workers; goes before count
     times: Positive = 3.0
+
+
+class RolloutSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new version, `v2`, is to take over from `v1`, as `POST /v1/deployments` would have it. `fault`, what is wrong with it:
+
+    unloadable: no worker of it ever serves. fatal: each dies of its first request. errors: `share` of its requests fail.
+    ttft: the first token takes `times` as long, once a worker has the request. tpot: each step does.
+    """
+
+    at_s: float
+    strategy: Strategy = "canary"
+    steps: tuple[Step, ...] | None = None
+    gates: Gates = Gates()
+    bake_seconds: Seconds | None = None
+    profile: str | None = None  # of the new version, as that of the fleet; None: the same
+    max_workers: Annotated[int, Meta(ge=1)] = 10_000
+    fault: Literal["none", "unloadable", "fatal", "errors", "ttft", "tpot"] = "none"
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    times: Positive | None = None  # None: 3 of ttft, 2 of tpot
+    stop_s: Annotated[float, Meta(ge=0)] | None = None  # the traffic ends so long after the rollout; None: it goes on
 
 
 class Sla(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,6 +136,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     settings: Settings = Settings()
     sla: Sla = Sla()
     faults: list[Fault] = []
+    rollout: RolloutSpec | None = None
 
     def profile(self) -> Profile:
         """Raises BadRequest."""
@@ -125,7 +149,15 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             found = profiles.measured(Path(fleet.profile))
         if fleet.usd_per_hour is not None:
             found = msgspec.structs.replace(found, usd_per_hour=fleet.usd_per_hour)
+        if fleet.start_s is not None:
+            found = msgspec.structs.replace(found, cold_start_s={"start": fleet.start_s})
         return found
+
+    def new_profile(self) -> Profile:
+        """Of the version that is rolled out. Raises BadRequest."""
+        rollout = self.rollout or RolloutSpec(at_s=0.0)
+        found = self.profile() if rollout.profile is None else self.with_fleet(profile=rollout.profile).profile()
+        return profiles.slower(found, rollout.times or 2.0) if rollout.fault == "tpot" else found
 
     def with_fleet(self, **changes: object) -> "Scenario":
         return msgspec.structs.replace(self, fleet=msgspec.structs.replace(self.fleet, **changes))

@@ -2,24 +2,27 @@
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 
 from headrace.fleet import profiles
 from headrace.fleet.broker import Broker
 from headrace.fleet.clock import Clock
-from headrace.fleet.control import Control, Decide
+from headrace.fleet.control import MODEL, Control, Decide
+from headrace.fleet.profiles import Profile
 from headrace.fleet.report import Records, Result, Sample, summarise
+from headrace.fleet.rollout import NEW, OLD, Rollout
 from headrace.fleet.scenario import Fault, Scenario
-from headrace.fleet.worker import Fleet, Worker
+from headrace.fleet.worker import Defect, Fleet, Worker
 from headrace.fleet.workload import Request, Source
 from ingress.admission import Admission
 from shared.errors import HeadraceError
-from shared.records import Route, Version, Weight
+from shared.records import ALL_TRAFFIC, Route, Version, Weight
+from shared.rollouts import Deployment
 from shared.router import Router
 from workers.engine.blocks import BLOCK_TOKENS
 
-MODEL, VERSION = "model", "v1"
 SAMPLES = 240  # of the fleet, over the measured time
 TAIL_S = 600.0  # how long the last requests may take after the traffic has ended
 SLICE_S = 0.5  # of virtual time, between two looks at whether all is done
@@ -34,13 +37,37 @@ class Simulation:
         """`decide`: another autoscaler, to compare the production's with. Raises BadRequest."""
         self.scenario = scenario
         self._clock = Clock()
-        self._broker = Broker(self._clock)
         self._dice = random.Random(f"{scenario.seed} fleet")
-        profile, engine = scenario.profile(), scenario.engine
+        self._fleets = {OLD: self._fleet(OLD, scenario.profile(), Defect(errors=scenario.fleet.errors), skips)}
+        if scenario.rollout is not None:
+            self._fleets[NEW] = self._fleet(NEW, scenario.new_profile(), _defect(scenario), skips)
+        self._starts, self._ends = scenario.warmup_s, scenario.warmup_s + scenario.seconds
+        self._sources = [
+            Source(traffic, place, scenario.seed, self._starts, self._ends)
+            for place, traffic in enumerate(scenario.traffic)
+        ]
+        self._router = Router()
+        for version in self._fleets:
+            self._router.put_version(Version(model=MODEL, version=version, state="available", source="sim"))
+        route = Route(MODEL, {}, [Weight(OLD, ALL_TRAFFIC)])
+        self._router.put_route(route)
+        self._rollout = Rollout(scenario, self._clock, route, self._routed) if scenario.rollout else None
+        self._queued: dict[str, int] = {}
+        self._admission = Admission(scenario.settings, self)
+        self._records = Records(self._starts, self._ends)
+        self._samples: list[Sample] = []
+        self._workers_made = 0
+        self.workers: dict[str, Worker] = {}
+        self._decide = decide
+        self._control: Control | None = None
+
+    def _fleet(self, version: str, profile: Profile, defect: Defect, skips: bool) -> Fleet:
+        scenario, engine = self.scenario, self.scenario.engine
         slots, blocks = engine.slots or profile.slots, engine.kv_blocks or profile.blocks
-        self._fleet = Fleet(
+        return Fleet(
+            version=version,
             clock=self._clock,
-            broker=self._broker,
+            broker=Broker(self._clock, version),
             listener=self,
             profile=profile,
             engine=engine,
@@ -52,35 +79,21 @@ class Simulation:
             dice=self._dice,
             jitter=scenario.fleet.jitter,
             skips=skips,
+            defect=defect,
         )
-        self._starts, self._ends = scenario.warmup_s, scenario.warmup_s + scenario.seconds
-        self._sources = [
-            Source(traffic, place, scenario.seed, self._starts, self._ends)
-            for place, traffic in enumerate(scenario.traffic)
-        ]
-        self._router = Router()
-        self._router.put_version(Version(model=MODEL, version=VERSION, state="available", source="sim"))
-        self._router.put_route(Route(MODEL, {}, [Weight(VERSION, 10_000)]))
-        self._queued: dict[str, int] = {}
-        self._admission = Admission(scenario.settings, self)
-        self._records = Records(self._starts, self._ends)
-        self._samples: list[Sample] = []
-        self._workers_made = 0
-        self._worker_hours_s = 0.0
-        self._open = 0  # requests that will still end
-        self.workers: dict[str, Worker] = {}
-        self._decide = decide
-        self._control: Control | None = None
 
     def run(self, on_progress: OnProgress = lambda share: None) -> Result:
         """To the end of the last request that is measured."""
         clock, fleet = self._clock, self.scenario.fleet
         for _ in range(fleet.workers):
-            self.start_worker(warm=True)
-        if fleet.autoscale:
-            self._control = Control(
-                clock, self._broker, self, self.scenario, fleet.min_workers, fleet.max_workers, self._decide
-            )
+            self.start_worker(OLD, warm=True)
+        rollout = self._rollout
+        if fleet.autoscale or rollout is not None:
+            bounds = [(fleet.min_workers, fleet.max_workers) if fleet.autoscale else (fleet.workers, fleet.workers)]
+            if self.scenario.rollout is not None:
+                bounds.append((0, self.scenario.rollout.max_workers))
+            brokers = [each.broker for each in self._fleets.values()]
+            self._control = Control(clock, brokers, self, self.scenario, bounds, self._decide, rollout)
         for source in self._sources:
             self._next(source.open())
             for stream in range(source.traffic.streams if source.traffic.kind == "closed" else 0):
@@ -95,7 +108,7 @@ class Simulation:
         finally:
             if collects:
                 gc.enable()
-        return summarise(self.scenario, self._fleet, self._records, self._samples, self._control)
+        return summarise(self.scenario, self._fleets, self._records, self._samples, self._control, rollout)
 
     def _run_to_the_end(self, on_progress: OnProgress) -> None:
         clock = self._clock
@@ -111,6 +124,8 @@ class Simulation:
 
     def _comes(self, what: tuple[Request, Iterator[Request]]) -> None:
         request, others = what
+        if self._clock.now >= self._ends:
+            return
         self._submit(request)
         self._next(others)
 
@@ -122,15 +137,16 @@ class Simulation:
         now, tenant = self._clock.now, request.tenant
         request.number = self._records.new(request)
         try:
-            self._router.resolve(MODEL, None, tenant)
+            version = self._router.resolve(MODEL, None, f"{self.scenario.seed} {request.number}")
+            request.version = version.version
             self._admission.check_queue(tenant, 1, now)
         except HeadraceError as error:
-            self.refused(request, error.code)
+            self.refused(request, error)
             return
         self._queued[tenant] = self._queued.get(tenant, 0) + 1
         if request.given_up_at < float("inf"):
             self._clock.at(request.given_up_at, self._cancel, request)
-        self._broker.publish(request)
+        self._fleets[request.version].broker.publish(request)
 
     def queued(self, tenant: str) -> int:
         """As the admission asks for it: published, and not accepted."""
@@ -140,7 +156,7 @@ class Simulation:
         if request.done >= 0 or request.refused:
             return
         self._records.cancelled(request)
-        if self._broker.withdraw(request):
+        if self._fleets[request.version].broker.withdraw(request):
             self._unqueue(request)
         else:
             any(worker.cancel(request) for worker in self.workers.values() if worker.slots)
@@ -153,10 +169,17 @@ class Simulation:
 
     def finished(self, request: Request) -> None:
         self._records.finished(request)
-        self._go_on(request)
+        tpot_s = (request.done - request.first) / (request.output - 1) if request.output > 1 else None
+        self._ended(request, 200, request.first - request.accepted, tpot_s)
 
-    def refused(self, request: Request, reason: str) -> None:
-        self._records.refused(request, reason)
+    def refused(self, request: Request, error: HeadraceError) -> None:
+        """Answered with an error."""
+        self._records.refused(request, error)
+        self._ended(request, error.status, None, None)
+
+    def _ended(self, request: Request, status: int, ttft_s: float | None, tpot_s: float | None) -> None:
+        if self._rollout is not None and request.version:
+            self._rollout.note(request.version, status, ttft_s, tpot_s)
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
@@ -167,28 +190,44 @@ class Simulation:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def start_worker(self, warm: bool = False) -> None:
+    def start_worker(self, version: str, warm: bool = False) -> None:
         """Start one; `warm`: it is loaded already."""
         self._workers_made += 1
-        worker = Worker(self._workers_made, self._fleet, self._clock.now)
+        fleet = self._fleets[version]
+        worker = Worker(self._workers_made, fleet, self._clock.now)
         self.workers[worker.name] = worker
         if warm:
             worker.begin()
         else:
-            self._clock.at(self._clock.now + self._fleet.profile.start_s, worker.begin)
+            self._clock.at(self._clock.now + fleet.profile.start_s, worker.begin)
 
     def gone(self, worker: Worker) -> None:
         """A worker is not there any more."""
         del self.workers[worker.name]
-        self._records.worker_s += max(0.0, min(worker.ended, self._ends) - max(worker.started, self._starts))
+        seconds = max(0.0, min(worker.ended, self._ends) - max(worker.started, self._starts))
+        self._records.worker_s[worker.version] += seconds
+        if self._control is not None:
+            self._control.ended(worker)
+
+    # -- the rollout -------------------------------------------------------------------------------------------------
+
+    def _routed(self, route: Route, deployment: Deployment) -> None:
+        """The route has changed: ingresses follow it, and requesters take back what is queued for a withdrawn version."""
+        self._router.put_route(route)
+        if NEW in route.withdrawn:
+            self._fleets[NEW].broker.rehome(self._fleets[OLD].broker)
+        spec = self.scenario.rollout
+        if deployment.ended and spec is not None and spec.stop_s is not None:
+            self._ends = self._records.ends = min(self._ends, self._clock.now + spec.stop_s)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def _strike(self, fault: Fault) -> None:
         later = self._clock.now + fault.seconds
         if fault.kind == "broker_pause":
-            self._broker.paused = True
-            self._clock.at(later, lambda _: self._broker.resume())
+            for each in self._fleets.values():
+                each.broker.paused = True
+                self._clock.at(later, each.broker.resume)
         elif fault.kind in ("dead_controller", "dead_metrics"):
             if self._control is not None:
                 self._control.suffer(fault.kind, later)
@@ -210,20 +249,33 @@ class Simulation:
         now = self._clock.now
         if now >= self._ends:
             for worker in self.workers.values():
-                self._records.worker_s += max(0.0, self._ends - max(worker.started, self._starts))
+                self._records.worker_s[worker.version] += max(0.0, self._ends - max(worker.started, self._starts))
             return
-        states: dict[str, int] = {}
-        for worker in self.workers.values():
-            states[worker.state] = states.get(worker.state, 0) + 1
+        states = Counter(worker.state for worker in self.workers.values())
+        brokers = [each.broker for each in self._fleets.values()]
         self._samples.append(
             Sample(
                 at_s=round(now - self._starts, 3),
-                workers=states,
-                queued=self._broker.pending,
-                claimed=self._broker.claimed,
+                workers=dict(states),
+                queued=sum(each.pending for each in brokers),
+                claimed=sum(each.claimed for each in brokers),
+                versions=dict(Counter(worker.version for worker in self.workers.values())) if self._rollout else {},
             )
         )
         self._clock.at(min(self._ends, now + self.scenario.seconds / SAMPLES), self._sample)
+
+
+def _defect(scenario: Scenario) -> Defect:
+    """Of the new version."""
+    rollout, errors = scenario.rollout, scenario.fleet.errors
+    if rollout is None:
+        return Defect(errors=errors)
+    return Defect(
+        unloadable=rollout.fault == "unloadable",
+        fatal=rollout.fault == "fatal",
+        errors=errors + (rollout.share if rollout.fault == "errors" else 0.0),
+        ttft_times=(rollout.times or 3.0) if rollout.fault == "ttft" else 1.0,
+    )
 
 
 def _recover(worker: Worker) -> None:

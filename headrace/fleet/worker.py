@@ -15,6 +15,7 @@ from headrace.fleet.broker import Broker
 from headrace.fleet.clock import Clock
 from headrace.fleet.profiles import Profile
 from headrace.fleet.workload import Request
+from shared.errors import ContextLength, EngineFailed, HeadraceError
 from shared.pull import Credit
 from shared.records import EngineSettings
 from shared.settings import Settings
@@ -41,14 +42,26 @@ class Listener(Protocol):
 
     def finished(self, request: Request) -> None: ...
 
-    def refused(self, request: Request, reason: str) -> None: ...
+    def refused(self, request: Request, error: HeadraceError) -> None: ...
 
     def gone(self, worker: "Worker") -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """What is wrong with a version, beyond the time of its steps."""
+
+    unloadable: bool = False  # its workers end when they would serve
+    fatal: bool = False  # they die of their first request
+    errors: float = 0.0  # of the requests, that fail
+    ttft_times: float = 1.0  # from a request's claim to its first token
+
+
 @dataclass(eq=False, kw_only=True)
 class Fleet:
-    """What all workers of a simulation share."""
+    """What all workers of a version share."""
+
+    version: str
 
     clock: Clock
     broker: Broker
@@ -63,6 +76,7 @@ class Fleet:
     dice: random.Random
     jitter: float = 0.0
     skips: bool = True
+    defect: Defect = Defect()
     gaps: dict[int, int] = field(default_factory=dict)  # tokens by the time since the one before, in buckets
     steps: int = 0
     preemptions: int = 0
@@ -99,6 +113,10 @@ class Worker:
         self._pulls: list[tuple[str, float]] = []  # name, and when it expires
 
     @property
+    def version(self) -> str:
+        return self._fleet.version
+
+    @property
     def claims(self) -> int:
         return len(self._held)
 
@@ -114,6 +132,9 @@ class Worker:
         if self.state != "starting":
             return
         fleet, engine, settings = self._fleet, self._fleet.engine, self._fleet.settings
+        if fleet.defect.unloadable:
+            self._end("failed")
+            return
         self.state, self.since, self.slots, self.listens = "active", self._clock.now, fleet.slots, True
         self._scheduler = Scheduler(
             BlockPool(fleet.blocks),
@@ -192,11 +213,14 @@ class Worker:
         now = self._clock.now
         is_last = self._credit.message(now)
         request.claims += 1
-        if not request.accepted:
-            request.accepted = True
+        if request.accepted < 0:
+            request.accepted = now
             self._fleet.listener.accepted(request)
         key = f"{request.number}.{request.claims}"
         self._held[key] = request
+        if self._fleet.defect.fatal:
+            self.lose(self._fleet.settings.silence_s)
+            return
         self._inbox.append(request)
         self._arrived()
         if is_last:
@@ -339,10 +363,16 @@ class Worker:
         scheduler, engine, now = self._scheduler, self._fleet.engine, self._clock.now
         key = f"{request.number}.{request.claims}"
         length_max = request.prompt + request.output
+        problem: HeadraceError | None = None
         if length_max > min(self._fleet.length_max, scheduler.capacity(request.limits)):
+            problem = ContextLength("it does not fit into a worker")
+        elif self._fleet.defect.errors and self._fleet.dice.random() < self._fleet.defect.errors:
+            problem = EngineFailed("the engine failed")
+        if problem is not None:
             del self._held[key]
             self._broker.acknowledge()
-            self._fleet.listener.refused(request, "context_length_exceeded")
+            self._fleet.listener.refused(request, problem)
+            self._end_if_drained()
             return
         targets = [request.at + self._fleet.settings.queue_deadline_s]
         if engine.ttft_ms_target is not None:
@@ -397,7 +427,7 @@ class Worker:
                 fleet.cached_tokens += choice.cached
                 fleet.prompt_tokens += request.prompt - choice.cached
             if part.samples and request.first < 0:
-                request.first = now
+                request.first = now + (now - request.accepted) * (fleet.defect.ttft_times - 1)
                 firsts += 1
         self._count_gaps(now - self._begin, draws - firsts)
         self._observer.step(scheduler, plan, self._begin, now)
@@ -442,7 +472,7 @@ class Worker:
         choice.run.choices.clear()  # a cycle: memory that is not wanted again
         del self._held[choice.key]
         self._broker.acknowledge()
-        request.done = self._clock.now
+        request.done = max(self._clock.now, request.first)
         self._fleet.listener.finished(request)
         self._end_if_drained()
 

@@ -35,7 +35,8 @@ class Request:
     stream: int = -1  # of a closed loop
     source: int = 0  # which traffic
     given_up_at: float = math.inf  # by its client
-    accepted: bool = False  # by a worker
+    version: str = ""  # that it is queued for, or that answered it
+    accepted: float = -1.0  # by a worker, for the first time
     admitted: float = -1.0  # into a batch
     first: float = -1.0  # token
     done: float = -1.0
