@@ -15,7 +15,8 @@ from msgspec import Struct, field
 
 from controller.autoscaler import ROUNDING, Policy, Sample, VersionFacts, load, remember, slots_of
 from controller.fleet import Member
-from controller.gates import judge
+from controller.gates import Window, judge
+from controller.tallies import Counted
 from shared.records import ALL_TRAFFIC, Version
 from shared.rollouts import Deployment, Finding, Step, noted
 from shared.tally import Tally
@@ -45,6 +46,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     stable_step: Tally = field(default_factory=Tally)
     canary_all: Tally = field(default_factory=Tally)  # since the deployment began
     stable_all: Tally = field(default_factory=Tally)
+    canary_slices: tuple[Tally, ...] = ()  # of all, by time
+    stable_slices: tuple[Tally, ...] = ()
 
 
 def facts_of(
@@ -53,13 +56,13 @@ def facts_of(
     workers: Sequence[Member],
     record: Version | None,
     crashes: Sequence[str],
-    canary_counts: tuple[Tally, Tally],
-    stable_counts: tuple[Tally, Tally],
+    canary_counts: Counted,
+    stable_counts: Counted,
     work: "Work",
     now: float,
 ) -> Facts:
     """What is known of the new version, `canary`, and the old one. `workers` are the new one's, `crashes` how those that ended
-    by themselves did. Counts: since the step began, and in all. `now` is on the clock of the versions' facts.
+    by themselves did. `now` is on the clock of the versions' facts.
     """
     return Facts(
         state=record.state if record else "deleted",
@@ -76,10 +79,12 @@ def facts_of(
         cold_start_s=canary.cold_start_s if canary else None,
         crashes=len(crashes),
         last_crash=crashes[-1] if crashes else "",
-        canary_step=canary_counts[0],
-        stable_step=stable_counts[0],
-        canary_all=canary_counts[1],
-        stable_all=stable_counts[1],
+        canary_step=canary_counts.step,
+        stable_step=stable_counts.step,
+        canary_all=canary_counts.all,
+        stable_all=stable_counts.all,
+        canary_slices=canary_counts.slices,
+        stable_slices=stable_counts.slices,
     )
 
 
@@ -217,9 +222,9 @@ def findings(deployment: Deployment, facts: Facts) -> list[Finding]:
     if deployment.basis_points == 0:
         return []
     alone = deployment.basis_points == ALL_TRAFFIC
-    stable_step = facts.stable_all if alone else facts.stable_step
-    found = judge(deployment.gates, facts.canary_step, stable_step, "step")
-    return found + judge(deployment.gates, facts.canary_all, facts.stable_all, "deployment")
+    stable_step, slices = facts.stable_all if alone else facts.stable_step, (facts.canary_slices, facts.stable_slices)
+    found = judge(deployment.gates, Window("step", facts.canary_step, stable_step, *slices))
+    return found + judge(deployment.gates, Window("deployment", facts.canary_all, facts.stable_all, *slices))
 
 
 def _said(finding: Finding) -> str:

@@ -128,16 +128,17 @@ class Rollouts:
         records: Mapping[VersionKey, Version],
     ) -> Facts:
         new, old = (deployment.model, deployment.version), (deployment.model, deployment.stable)
+        now = time.monotonic()
         return facts_of(
             known.get(new),
             known.get(old),
             members.get(new, ()),
             records.get(new),
             self._crashes.get(new, []),
-            self._tallies.of(deployment, deployment.version),
-            self._tallies.of(deployment, deployment.stable),
+            self._tallies.of(deployment, deployment.version, now),
+            self._tallies.of(deployment, deployment.stable, now),
             self._work.setdefault(deployment.id, Work(self._policy)),
-            time.monotonic(),
+            now,
         )
 
     # -- what is done ----------------------------------------------------------------------------------------------------

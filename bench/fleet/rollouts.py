@@ -82,7 +82,7 @@ def with_little_traffic() -> Scenario:
     few = _with(
         calm(msgspec.structs.replace(PLAN, steps=steps)), traffic=[Traffic(rate=3.0, tenants=5, prompt=200, output=16)]
     )
-    return few.with_fleet(workers=1)
+    return _with(few, seconds=600.0).with_fleet(workers=1)
 
 
 def with_errors_in_both() -> Scenario:
@@ -120,7 +120,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     after_s: float
     step: int
     requests: int  # of the canary, until it was rolled back
-    failed: int  # by anybody but the canary's own answers: refused, left over, or failed by stable beyond its own errors
+    failed: (
+        int  # by anybody but the canary's own answers: refused, left over, or failed by stable beyond its own errors
+    )
     cpu_s: float
 
 

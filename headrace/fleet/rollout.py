@@ -11,6 +11,7 @@ from controller.tallies import Tallies
 from headrace.fleet.clock import Clock
 from headrace.fleet.control import MODEL, Controlled
 from headrace.fleet.scenario import Scenario
+from shared import subjects
 from shared.records import Route, Version
 from shared.rollouts import Deployment, NewDeployment, id_of, plan_of, route_of
 from shared.tally import IngressLease, Tally, VersionTally, encode
@@ -72,7 +73,7 @@ class Rollout:
             return
         if now - self._told_at >= self._settings.lease_every_s:
             self._told_at = now
-            self._tallies.on_lease(INGRESS, self._lease(self.deployment))
+            self._tallies.on_lease(subjects.key(INGRESS), self._lease(self.deployment))
         moved = advance(self.deployment, self._facts(self.deployment, versions[NEW], facts), now)
         if moved is not self.deployment:
             self._moved(moved, self.deployment.step)
@@ -105,14 +106,15 @@ class Rollout:
         return encode(IngressLease(ingress=INGRESS, pid=0, host="", started=0.0, tallies=tallies))
 
     def _facts(self, deployment: Deployment, new: Controlled, facts: Mapping[str, VersionFacts]) -> Facts:
+        now = self._clock.now
         return facts_of(
             facts[NEW],
             facts[OLD],
             new.members,
             Version(model=MODEL, version=NEW, state=facts[NEW].state, source="sim", reason=new.record.reason),
             new.crashes,
-            self._tallies.of(deployment, NEW),
-            self._tallies.of(deployment, OLD),
+            self._tallies.of(deployment, NEW, now),
+            self._tallies.of(deployment, OLD, now),
             self._work,
-            self._clock.now,
+            now,
         )
