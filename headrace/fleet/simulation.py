@@ -170,12 +170,7 @@ class Simulation:
     def finished(self, request: Request) -> None:
         self._records.finished(request)
         tpot_s = (request.done - request.first) / (request.output - 1) if request.output > 1 else None
-        self._ended(
-            request,
-            200,
-            request.first - (request.at if __import__("os").environ.get("HR_Q") else request.accepted),
-            tpot_s,
-        )
+        self._ended(request, 200, request.first - request.at, tpot_s)
 
     def refused(self, request: Request, error: HeadraceError) -> None:
         """Answered with an error."""
