@@ -137,8 +137,8 @@ class Simulation:
         now, tenant = self._clock.now, request.tenant
         request.number = self._records.new(request)
         try:
-            version = self._router.resolve(MODEL, None, f"{self.scenario.seed} {request.number}")
-            request.version = version.version
+            resolved = self._router.resolve(MODEL, None, f"{self.scenario.seed} {request.number}")
+            request.version = resolved.version.version
             self._admission.check_queue(tenant, 1, now)
         except HeadraceError as error:
             self.refused(request, error)
