@@ -200,6 +200,7 @@ def test_a_full_stream_is_a_coded_refusal_and_empties(run_fleet: RunFleet) -> No
         assert (len(streams) + len(refusals), bool(streams), bool(refusals)) == (60, True, True)
         await workers_of(fleet, 1)
         assert all(len(each) == 1 for each in await answers(streams))
+        await fleet.idle()  # an answer is there before its message is acked
         assert len(await read(await fleet.submit("word " * 1000, max_tokens=1))) == 1
         await fleet.idle()
         assert (await fleet.bus.consumer_info("REQ", CONSUMER)) is not None
