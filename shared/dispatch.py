@@ -273,7 +273,10 @@ class Dispatcher:
         now = time.monotonic()
         for stream in list(self._open()):
             if stream.model == route.model:
-                self._withdraw(stream, now)
+                try:
+                    self._withdraw(stream, now)
+                except Exception:
+                    self._break(stream)
 
     def route_removed(self, model: str) -> None:
         """The model has no route any more."""

@@ -121,6 +121,7 @@ class Requester:
         self._copies = 0
         self._moving = False  # its copy for another version is not stored as far as is known
         self._leaving: list[int] = []  # the messages that it leaves: deleted once the copy is stored
+        self._old: set[int] = set()  # all that it has left: a worker that does not tell its version is known by them
         self._hold_until = -NEVER
         self._seen = False  # some worker has spoken of this request
         self._left = False  # the client left, it may come back
@@ -214,7 +215,7 @@ class Requester:
 
     def accepted(self, worker: str, item: Accepted, now: float) -> list[Action]:
         """A claim holds the message: the last one to say so is adopted. One of a version that was left is told to let go."""
-        if self.ended or item.version not in ("", self.version):
+        if self.ended or item.version not in ("", self.version) or item.seq in self._old:
             return unknown_rid(worker, item, self.reply)
         actions: list[Action] = []
         if self._moving:  # it has the copy
@@ -476,6 +477,7 @@ class Requester:
         """Be a request for another version. From now on no claim of the old one is adopted: its sid is another, too."""
         if self.seq is not None:
             self._leaving.append(self.seq)
+            self._old.add(self.seq)
         self.version = version
         self.seq = None
         self._gone = False

@@ -104,6 +104,7 @@ class Loyal(Requester):
     """Adopts a claim of the version that it has left."""
 
     def accepted(self, worker: str, item: Accepted, now: float) -> list[asks.Action]:
+        self._old.clear()
         return super().accepted(worker, msgspec.structs.replace(item, version=self.version), now)
 
 

@@ -82,6 +82,7 @@ def test_a_claim_of_the_version_that_was_left_is_told_to_let_go() -> None:
     granted(asks, "w2", "c2", 1.4)
     assert asks.accepted("w1", accepted(), 1.5) == let_go  # and while another version serves it
     assert asks.worker == "w2"
+    assert asks.accepted("w1", accepted(version=""), 1.6) == let_go  # one of an earlier release
 
 
 def test_a_grant_from_before_the_move_comes_too_late() -> None:
