@@ -19,7 +19,7 @@ from shared import subjects
 QUESTIONS = 300
 MODEL_QUESTIONS = 20
 WARM_S = 120.0  # memory is measured after it
-SAMPLE_S = 5.0
+SAMPLE_S = 1.0  # a saw-tooth has its peaks for seconds only
 GROWTH_MAX = 0.01  # of resident memory, a minute
 
 
@@ -217,7 +217,7 @@ class Memory:
         notes = []
         for (name, pid), samples in sorted(self._samples.items()):
             late = [(at, size) for at, size in samples if at >= WARM_S and size]
-            if len(late) < 12:
+            if len(late) < 60:
                 continue
             middle = (late[0][0] + late[-1][0]) / 2
             before, after = (max(size for at, size in late if (at > middle) == second) for second in (False, True))

@@ -22,6 +22,7 @@ from shared.settings import to_environment
 from .conftest import COMPLETIONS, Stack, ended, read_stream, wait_for
 from .rollout_load import Load, Seen
 
+BLIND = {"ttft_p99": None, "tpot_p99": None}  # where the test itself makes them wait
 RATE = 40.0  # requests a second
 SURE = 4.0  # standard deviations
 NOTICED_S = 1.0  # until every ingress has heard of a route, the client's own delays included
@@ -29,7 +30,7 @@ BAD = {
     "unloadable-20ms": "ended by themselves|failed",
     "fatal-20ms": "ended by themselves",
     "faulty-20ms": "error_rate",
-    "lagging-20ms": "ttft_p99",
+    "lagging-20ms": "ttft_p99|tpot_p99",  # whoever shares a step with a slow prefill waits, too
     "fixed-40ms": "tpot_p99",
 }
 
@@ -165,7 +166,7 @@ def test_a_bad_version_is_taken_back_by_itself_and_nobody_else_notices(rolling: 
         load = Load([rolling.stack.url], rolling.model, RATE)
         async with load.running():
             shares = steps(5, 25, soak_s=3, requests=200) if source == "faulty-20ms" else steps(5, 25)
-            deployment = rolling.deploy("v2", steps=shares, bake_seconds=5)
+            deployment = rolling.deploy("v2", steps=shares, bake_seconds=5, gates={"ttft_p99": {"slack_ms": 5}})
             return load, await rolling.reaches(deployment, "promoted", "rolled_back")
 
     rolling.push(source, "v2")
@@ -175,7 +176,8 @@ def test_a_bad_version_is_taken_back_by_itself_and_nobody_else_notices(rolling: 
     print(f"{source}: at {back['at'] - deployment['created']:.1f} s, {back['reason']}")
     assert any(reason in back["reason"] for reason in BAD[source].split("|"))
     if source in ("lagging-20ms", "fixed-40ms", "faulty-20ms"):
-        assert BAD[source] in {finding["gate"] for finding in back["evidence"] if finding["breached"]}
+        breached = {finding["gate"] for finding in back["evidence"] if finding["breached"]}
+        assert breached & set(BAD[source].split("|"))
     failed = load.failed()
     assert {(each.version, each.error) for each in failed} <= {("v2", "engine_failed")}
     assert not failed or source == "faulty-20ms"
@@ -189,12 +191,12 @@ def test_a_rollback_by_hand_is_everywhere_within_a_second(rolling: Rolling) -> N
     async def work() -> None:
         urls = [rolling.stack.url, *await asyncio.to_thread(rolling.ingresses, 2)]
         load = Load(urls, rolling.model, RATE)
-        deployment = rolling.deploy("v2", steps=steps(25, soak_s=600), gates={"ttft_p99": None, "tpot_p99": None})
+        deployment = rolling.deploy("v2", steps=steps(25, soak_s=600), gates=BLIND)
         await rolling.reaches(deployment, "stepping", pct=25)
         async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
             running = await _long_stream(client, urls[0], f"{rolling.model}@v2")
             parked = [
-                asyncio.create_task(_ask(client, urls[number % 3], rolling.model, number)) for number in range(420)
+                asyncio.create_task(_ask(client, urls[number % 3], rolling.model, number)) for number in range(520)
             ]
             pinned = asyncio.create_task(
                 client.post(urls[1] + COMPLETIONS, json=_body(f"{rolling.model}@v2", "pinned"))
@@ -236,9 +238,9 @@ async def _ask(client: httpx.AsyncClient, url: str, model: str, number: int) -> 
 
 
 async def _long_stream(client: httpx.AsyncClient, url: str, model: str) -> "asyncio.Task[Any]":
-    """A stream that goes on for some seconds, once it has begun."""
+    """A stream that goes on for ten seconds, once it has begun."""
     begun = asyncio.Event()
-    body = _body(model, "long", 150)
+    body = _body(model, "long", 500)
     client.base_url = httpx.URL(url)
     task = asyncio.create_task(read_stream(client, COMPLETIONS, body, lambda _: begun.set()))
     await begun.wait()
@@ -264,7 +266,7 @@ def test_what_is_killed_in_each_state_of_a_rollout_changes_nothing_of_where_it_e
         survivors = await asyncio.to_thread(rolling.ingresses, 1)
         load = Load(survivors if victim == "ingress" else [rolling.stack.url], rolling.model, 20)
         async with load.running():
-            deployment = rolling.deploy("v2", steps=steps(10, 50, soak_s=1.5, requests=5), bake_seconds=2)
+            deployment = rolling.deploy("v2", steps=steps(10, 50, soak_s=1.5, requests=5), bake_seconds=2, gates=BLIND)
             for state, pct in (("warming", 0), ("stepping", 10), ("stepping", 50), ("stepping", 100), ("baking", 100)):
                 with contextlib.suppress(TimeoutError):  # it was quicker than the look at it
                     await rolling.reaches(deployment, state, pct=pct, budget_s=4)
@@ -275,7 +277,7 @@ def test_what_is_killed_in_each_state_of_a_rollout_changes_nothing_of_where_it_e
         assert shares == sorted(shares)
         assert [event["state"] for event in promoted["events"]].count("promoted") == 1
         assert load.failed() == []
-        again = rolling.deploy("v1", steps=steps(50, soak_s=600))
+        again = rolling.deploy("v1", steps=steps(50, soak_s=600), gates=BLIND)
         await rolling.reaches(again, "stepping", pct=50)
         rolling.command(again, "rollback")
         await asyncio.to_thread(kill, rolling, victim)
