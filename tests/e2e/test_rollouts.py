@@ -24,6 +24,7 @@ from .rollout_load import Load, Seen
 
 BLIND = {"ttft_p99": None, "tpot_p99": None}  # where the test itself makes them wait
 RATE = 40.0  # requests a second
+BAD_RATE = 16.0
 SURE = 4.0  # standard deviations
 NOTICED_S = 1.0  # until every ingress has heard of a route, the client's own delays included
 BAD = {
@@ -76,6 +77,15 @@ class Rolling:
                         return found
                 await asyncio.sleep(0.05)
 
+    async def leaves(self, deployment: str, state: str, pct: float) -> None:
+        """Wait until it is not in that state, with so much of the traffic, any more."""
+        async with asyncio.timeout(60):
+            while True:
+                found = await self.reaches(deployment, *EVERY)
+                if (found["state"], found["traffic_pct"]) != (state, pct):
+                    return
+                await asyncio.sleep(0.05)
+
     def ingresses(self, count: int) -> list[str]:
         """The URLs of so many ingresses on the stack's bus, beside its own."""
         urls = []
@@ -100,6 +110,8 @@ class Rolling:
         for process in self._extra:
             process.terminate()
             process.wait(20)
+        ran = self.stack.headrace("models", "set", f"{self.model}@v1", "--min-replicas", "0")
+        assert ran.returncode == 0, ran.stderr
 
 
 def _ready(url: str) -> bool:
@@ -124,7 +136,6 @@ def rolling(shared_stack: Stack, request: pytest.FixtureRequest) -> Iterator[Rol
     rolling.push("fixed-20ms", "v1", "--min-replicas", "1")
     yield rolling
     rolling.close()
-    assert shared_stack.headrace("models", "set", f"{rolling.model}@v1", "--min-replicas", "0").returncode == 0
 
 
 def went_back(seen: list[Seen]) -> list[tuple[Seen, Seen]]:
@@ -160,29 +171,39 @@ def test_a_good_version_gets_all_the_traffic_step_by_step(rolling: Rolling) -> N
     assert not [pair for seen in load.by_session().values() for pair in went_back(seen)]
 
 
-@pytest.mark.parametrize("source", BAD)
-def test_a_bad_version_is_taken_back_by_itself_and_nobody_else_notices(rolling: Rolling, source: str) -> None:
-    async def work() -> tuple[Load, Any]:
-        load = Load([rolling.stack.url], rolling.model, RATE)
+def test_bad_versions_are_taken_back_by_themselves_and_nobody_else_notices(shared_stack: Stack) -> None:
+    """Five models, each with another bad version, all at once."""
+    models = {source: Rolling(shared_stack, source) for source in BAD}
+
+    async def roll(rolling: Rolling, source: str) -> tuple[Load, Any]:
+        load = Load([shared_stack.url], source, BAD_RATE)
         async with load.running():
-            shares = steps(5, 25, soak_s=3, requests=200) if source == "faulty-20ms" else steps(5, 25)
-            deployment = rolling.deploy("v2", steps=shares, bake_seconds=5, gates={"ttft_p99": {"slack_ms": 5}})
+            deployment = rolling.deploy(
+                "v2", steps=steps(50, requests=250), bake_seconds=5, gates={"ttft_p99": {"slack_ms": 5}}
+            )
             return load, await rolling.reaches(deployment, "promoted", "rolled_back")
 
-    rolling.push(source, "v2")
-    load, deployment = asyncio.run(work())
-    assert deployment["state"] == "rolled_back", deployment["events"]
-    (back,) = [event for event in deployment["events"] if event["state"] == "rolling_back"]
-    print(f"{source}: at {back['at'] - deployment['created']:.1f} s, {back['reason']}")
-    assert any(reason in back["reason"] for reason in BAD[source].split("|"))
-    if source in ("lagging-20ms", "fixed-40ms", "faulty-20ms"):
-        breached = {finding["gate"] for finding in back["evidence"] if finding["breached"]}
-        assert breached & set(BAD[source].split("|"))
-    failed = load.failed()
-    assert {(each.version, each.error) for each in failed} <= {("v2", "engine_failed")}
-    assert not failed or source == "faulty-20ms"
-    pinned = rolling.stack.post(COMPLETIONS, _body(f"{rolling.model}@v2", "x"))
-    assert (pinned.status_code, pinned.json()["error"]["code"]) == (503, "no_replica_for_pin")
+    async def work() -> list[tuple[Load, Any]]:
+        return await asyncio.gather(*(roll(rolling, source) for source, rolling in models.items()))
+
+    for source, rolling in models.items():
+        rolling.push("fixed-20ms", "v1", "--min-replicas", "1")
+        rolling.push(source, "v2")
+    for source, (load, deployment) in zip(BAD, asyncio.run(work()), strict=True):
+        assert deployment["state"] == "rolled_back", (source, deployment["events"])
+        (back,) = [event for event in deployment["events"] if event["state"] == "rolling_back"]
+        print(f"{source}: at {back['at'] - deployment['created']:.1f} s, {back['reason']}")
+        assert any(reason in back["reason"] for reason in BAD[source].split("|"))
+        if source in ("lagging-20ms", "fixed-40ms", "faulty-20ms"):
+            breached = {finding["gate"] for finding in back["evidence"] if finding["breached"]}
+            assert breached & set(BAD[source].split("|"))
+        failed = load.failed()
+        assert {(each.version, each.error) for each in failed} <= {("v2", "engine_failed")}
+        assert not failed or source == "faulty-20ms"
+        pinned = models[source].stack.post(COMPLETIONS, _body(f"{source}@v2", "x"))
+        assert (pinned.status_code, pinned.json()["error"]["code"]) == (503, "no_replica_for_pin")
+    for rolling in models.values():
+        rolling.close()
 
 
 def test_a_rollback_by_hand_is_everywhere_within_a_second(rolling: Rolling) -> None:
@@ -208,6 +229,7 @@ def test_a_rollback_by_hand_is_everywhere_within_a_second(rolling: Rolling) -> N
                 answered = await asyncio.to_thread(rolling.command, deployment, "rollback")
                 assert answered["state"] == "rolling_back"
                 answers = await asyncio.gather(*parked)
+                await asyncio.sleep(max(0.0, begun + 2 * NOTICED_S - time.time()))
             late = [each for each in load.between(begun + NOTICED_S, math.inf) if each.version != "v1"]
             assert not late
             assert load.failed() == []
@@ -258,29 +280,38 @@ def _metrics_port(rolling: Rolling) -> int:
     return int(log.rsplit("metrics at http://", 1)[1].split("/")[0].rsplit(":", 1)[1])
 
 
-@pytest.mark.parametrize("victim", ["ingress", "controller", "nats"])
-def test_what_is_killed_in_each_state_of_a_rollout_changes_nothing_of_where_it_ends(
-    rolling: Rolling, victim: str
-) -> None:
+VICTIMS = ("controller", "ingress", "nats")
+EVERY = ("pending", "warming", "stepping", "baking", "promoted", "rolling_back", "rolled_back")
+STATES = (("warming", 0), ("stepping", 10), ("stepping", 50), ("stepping", 100), ("baking", 100))
+
+
+def test_what_is_killed_in_each_state_of_a_rollout_changes_nothing_of_where_it_ends(rolling: Rolling) -> None:
+    """Each of the victims in each of the states; clients ask another ingress, whose requests must not fail."""
+
     async def work() -> None:
-        survivors = await asyncio.to_thread(rolling.ingresses, 1)
-        load = Load(survivors if victim == "ingress" else [rolling.stack.url], rolling.model, 20)
+        other = await asyncio.to_thread(rolling.ingresses, 1)
+        load = Load(other, rolling.model, 20)
         async with load.running():
-            deployment = rolling.deploy("v2", steps=steps(10, 50, soak_s=1.5, requests=5), bake_seconds=2, gates=BLIND)
-            for state, pct in (("warming", 0), ("stepping", 10), ("stepping", 50), ("stepping", 100), ("baking", 100)):
-                with contextlib.suppress(TimeoutError):  # it was quicker than the look at it
-                    await rolling.reaches(deployment, state, pct=pct, budget_s=4)
-                    await asyncio.to_thread(kill, rolling, victim)
+            slow = steps(10, 50, soak_s=5, requests=5)
+            deployment = rolling.deploy("v2", steps=slow, bake_seconds=5, gates=BLIND)
+            for number, (state, pct) in enumerate(STATES):
+                await rolling.reaches(deployment, *(each for each, _ in STATES[number:]), "promoted")
+                for victim in VICTIMS:
+                    found = await rolling.reaches(deployment, *EVERY)
+                    if (found["state"], found["traffic_pct"]) == (state, pct):
+                        print(f"{victim} in {state} {pct}%")
+                        await asyncio.to_thread(kill, rolling, victim)
+                await rolling.leaves(deployment, state, pct)
             promoted = await rolling.reaches(deployment, "promoted", "rolled_back")
         assert promoted["state"] == "promoted", promoted["events"]
         shares = [event["pct"] for event in promoted["events"]]
-        assert shares == sorted(shares)
-        assert [event["state"] for event in promoted["events"]].count("promoted") == 1
+        assert shares == [0, 0, 10, 50, 100, 100, 100]
         assert load.failed() == []
         again = rolling.deploy("v1", steps=steps(50, soak_s=600), gates=BLIND)
         await rolling.reaches(again, "stepping", pct=50)
         rolling.command(again, "rollback")
-        await asyncio.to_thread(kill, rolling, victim)
+        for victim in VICTIMS:
+            await asyncio.to_thread(kill, rolling, victim)
         after = await rolling.reaches(again, "rolled_back")
         assert [event["state"] for event in after["events"]].count("rolling_back") == 1
 
