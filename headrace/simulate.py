@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from headrace.fleet import plots, search
-from headrace.fleet.report import Result, Spread
+from headrace.fleet.report import Result, RolloutResult, Spread
 from headrace.fleet.scenario import Scenario, read
 from headrace.fleet.simulation import OnProgress, simulate
 
@@ -115,6 +115,30 @@ def _show(result: Result, scenario: Scenario) -> None:
         f"tenants: {len(result.tenants)}, Jain's index of their service by weight {result.jain:.3f}",
     ):
         console.print(line, highlight=False, soft_wrap=True)
+    if result.rollout is not None:
+        _show_rollout(result.rollout, console)
+
+
+def _show_rollout(found: RolloutResult, console: Console) -> None:
+    console.print(f"[bold]rollout[/bold]: {found.state}; {found.workers_max} workers at most", highlight=False)
+    for event in found.events:
+        console.print(
+            f"  {event.at:8.2f} s  {event.pct:5g}%  {event.state}: {event.reason}", highlight=False, soft_wrap=True
+        )
+    if found.caught is not None:
+        console.print(
+            f"  found after {found.caught.after_s:.2f} s and {found.caught.requests} requests of the new version;"
+            f" {found.rehomed} that waited for it went to the old one",
+            highlight=False,
+            soft_wrap=True,
+        )
+    table = Table(
+        "version", "finished", "failed", "outside the SLA", "TTFT p50, p99, ms", "TPOT p50, p99, ms", "GPU-hours"
+    )
+    for name, each in found.versions.items():
+        ttft, tpot = (f"{spread.p50:.1f}, {spread.p99:.1f}" for spread in (each.ttft_ms, each.tpot_ms))
+        table.add_row(name, str(each.finished), str(each.failed), str(each.late), ttft, tpot, f"{each.gpu_hours:.2f}")
+    console.print(table)
 
 
 def _show_found(found: search.Found, scenario: Scenario) -> None:

@@ -35,6 +35,8 @@ def draw(result: Result, sla: Sla, file: Path) -> None:
         labels=list(STATES),
         colors=list(STATES.values()),
     )
+    for name in sorted({name for sample in result.timeline for name in sample.versions}):
+        axes[2].plot(times, [sample.versions.get(name, 0) for sample in result.timeline], label=name)
     axes[2].set_ylabel("workers")
     axes[2].legend(loc="lower right")
     axes[3].plot(times, [sample.claimed for sample in result.timeline], label="claimed", color="#264653")

@@ -52,14 +52,14 @@ class VersionResult(Struct, frozen=True, kw_only=True):
 
     finished: int
     failed: int
-    bad: int  # failed, or outside the SLA
+    late: int  # finished outside the SLA
     ttft_ms: Spread
     tpot_ms: Spread
     gpu_hours: float
 
 
 class RolloutResult(Struct, frozen=True, kw_only=True):
-    """`failed` and `finished` by whoever answered. Times are seconds after the warm-up."""
+    """Times are seconds after the warm-up."""
 
     state: str
     reason: str  # of its last change
@@ -268,7 +268,7 @@ def _rollout(
     deployment, version = rollout.deployment, np.asarray(records.version)
     if deployment is None:
         return None
-    bad = (ttft > scenario.sla.ttft_ms) | (tpot > scenario.sla.tpot_ms)
+    late = (ttft > scenario.sla.ttft_ms) | (tpot > scenario.sla.tpot_ms)
     several = np.asarray(records.output) > 1
     return RolloutResult(
         state=deployment.state,
@@ -282,7 +282,7 @@ def _rollout(
             name: VersionResult(
                 finished=int((version == name).sum()),
                 failed=records.failures[name],
-                bad=int((bad & (version == name)).sum()) + records.failures[name],
+                late=int((late & (version == name)).sum()),
                 ttft_ms=_spread(ttft[version == name]),
                 tpot_ms=_spread(tpot[several & (version == name)]),
                 gpu_hours=_rounded(records.worker_s[name] / 3600),
