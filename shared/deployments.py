@@ -72,7 +72,7 @@ async def command(bus: "Bus", id_: str, what: Command, why: str = "by hand") -> 
         deployment, revision = found
         if what == "rollback" and deployment.state == "promoted":
             await _check_last(bus, deployment)
-        changed = _commanded(deployment, what, why)
+        changed = rollouts.commanded(deployment, what, why, time.time())
         if changed is not deployment and not await write(bus, changed, revision):
             continue
         if what == "rollback":
@@ -120,24 +120,6 @@ async def apply_route(bus: "Bus", deployment: Deployment) -> None:
         if await bus.kv_update(subjects.ROUTES_BUCKET, key, records.encode(wanted), found[1]) is not None:
             return
     raise Unavailable(f"the route of {deployment.model} changed with every try to write it")
-
-
-def _commanded(deployment: Deployment, what: Command, why: str) -> Deployment:
-    """Raises DeploymentState."""
-    now, state = time.time(), deployment.state
-    if what == "rollback" and state in ("rolling_back", "rolled_back"):
-        return deployment
-    if what == "rollback" and state != "failed":
-        return rollouts.noted(deployment, "rolling_back", why, now)
-    if deployment.ended or state == "rolling_back":
-        raise DeploymentState(f"{deployment.id} is {state}: there is nothing to {what}")
-    if what == "pause":
-        return deployment if state == "paused" else rollouts.noted(deployment, "paused", why, now, paused_in=state)
-    if what == "resume":
-        if state != "paused":
-            raise DeploymentState(f"{deployment.id} is {state}, not paused")
-        return rollouts.noted(deployment, deployment.phase, f"resumed {why}", now)
-    return rollouts.noted(deployment, deployment.phase, f"to be promoted {why}", now, hurried=True)
 
 
 async def _check_last(bus: "Bus", deployment: Deployment) -> None:

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from shared import records, subjects
-from shared.errors import BadRequest, Internal
+from shared.errors import BadRequest, DeploymentState, Internal
 from shared.records import ALL_TRAFFIC, STABLE, Route, Weight
 
 CANARY = "canary"  # the alias of the version that a rollout is about, while it lasts
@@ -232,6 +232,24 @@ def noted(
     )
     event = Event(at=now, state=state, pct=moved.basis_points / 100, reason=reason, evidence=evidence or [])
     return replace(moved, events=[*deployment.events, event][-EVENTS_MAX:])
+
+
+def commanded(deployment: Deployment, what: Command, why: str, now: float) -> Deployment:
+    """The deployment as somebody wants it: the same one where it is so already. Raises DeploymentState."""
+    state = deployment.state
+    if what == "rollback" and state in ("rolling_back", "rolled_back"):
+        return deployment
+    if what == "rollback" and state != "failed":
+        return noted(deployment, "rolling_back", why, now)
+    if deployment.ended or state == "rolling_back":
+        raise DeploymentState(f"{deployment.id} is {state}: there is nothing to {what}")
+    if what == "pause":
+        return deployment if state == "paused" else noted(deployment, "paused", why, now, paused_in=state)
+    if what == "resume":
+        if state != "paused":
+            raise DeploymentState(f"{deployment.id} is {state}, not paused")
+        return noted(deployment, deployment.phase, f"resumed {why}", now)
+    return noted(deployment, deployment.phase, f"to be promoted {why}", now, hurried=True)
 
 
 def route_of(deployment: Deployment, route: Route) -> Route:

@@ -12,8 +12,8 @@ import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -155,10 +155,12 @@ def _failed(result: Result) -> int:
     return result.unfinished + sum(result.refused.values()) - answered
 
 
-def all_runs(kinds: Sequence[str], runs: int, seed: int, processes: int) -> Iterable[tuple[str, list[Run]]]:
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+def all_runs(kinds: Sequence[str], runs: int, seed: int, processes: int) -> Iterator[tuple[str, list[Run]]]:
+    """The runs of each kind, whose seeds begin with `seed`."""
+    with multiprocessing.Pool(processes) if processes > 1 else nullcontext() as pool:
         for kind in kinds:
-            yield kind, pool.map(run, zip(repeat(kind, runs), range(seed, seed + runs), strict=False), chunksize=4)
+            jobs = [(kind, each) for each in range(seed, seed + runs)]
+            yield kind, pool.map(run, jobs, chunksize=4) if pool else list(map(run, jobs))
 
 
 HEAD = (
