@@ -82,7 +82,7 @@ def test_evidence_is_the_likelihood_lost_by_the_best_explanation_without_a_breac
     grid = (other + (share - difference - other) * step / 500 for step in range(501))
     best = max(likelihood(each + difference, each) for each in grid)
     lost = 2 * (likelihood(share, other) - best)
-    assert 0 <= found <= lost + 1e-9
+    assert 0 <= found <= lost + 1e-6
     assert found == pytest.approx(lost, rel=0.01, abs=1e-3)
 
 
