@@ -1,5 +1,6 @@
 """A scenario: traffic, a fleet, what goes wrong, and what has to hold. Read from TOML; times are seconds after the warm-up."""
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
@@ -182,7 +183,10 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         grown = msgspec.structs.replace(
             fleet, workers=round(fleet.workers * factor), min_workers=round(fleet.min_workers * factor)
         )
-        return msgspec.structs.replace(self, traffic=traffic, faults=faults, fleet=grown)
+        rollout = self.rollout
+        if rollout is not None:
+            rollout = msgspec.structs.replace(rollout, max_workers=max(1, math.ceil(rollout.max_workers * factor)))
+        return msgspec.structs.replace(self, traffic=traffic, faults=faults, fleet=grown, rollout=rollout)
 
 
 def read(file: Path) -> Scenario:
