@@ -59,7 +59,15 @@ RUNS = {
         Run("reference-fp16", 160),
         Run("reference-fp16", 168, seconds=120),
     ),
-    "trouble": (Run("burst"), Run("loss"), Run("flood"), Run("trouble"), Run("day"), Run("slow-day")),
+    "trouble": (
+        Run("burst"),
+        Run("loss"),
+        Run("flood"),
+        Run("trouble"),
+        Run("day"),
+        Run("slow-day"),
+        Run("rollout", times=0.25),
+    ),
     "trouble10": (
         Run("burst", times=10, seconds=45),
         Run("loss", times=10, seconds=25),

@@ -200,7 +200,7 @@ def summarise(
     several = output > 1
     tpot = np.where(several, (done - first) * 1e3 / np.maximum(output - 1, 1), 0.0)
     queue = (np.asarray(records.admitted) - at) * 1e3
-    sla, seconds = scenario.sla, scenario.seconds
+    sla, seconds = scenario.sla, round(records.ends - scenario.warmup_s, 6)  # a rollout may end it sooner
     good = int(((ttft <= sla.ttft_ms) & (tpot <= sla.tpot_ms)).sum())
     spreads = _spread(ttft), _spread(tpot[several])
     unfinished = records.open
