@@ -166,7 +166,7 @@ def test_a_good_version_gets_all_the_traffic_step_by_step(rolling: Rolling) -> N
         urls = [rolling.stack.url, *await asyncio.to_thread(rolling.ingresses, 1)]
         load = Load(urls, rolling.model, RATE)
         async with load.running():
-            deployment = rolling.deploy("v2", steps=steps(1, 5, 25, soak_s=4), bake_seconds=2)
+            deployment = rolling.deploy("v2", steps=steps(1, 5, 25, soak_s=4, requests=5), bake_seconds=2)
             return load, await rolling.reaches(deployment, "promoted", "rolled_back")
 
     rolling.push("fixed-20ms", "v2")
@@ -305,7 +305,7 @@ def test_what_is_killed_in_each_state_of_a_rollout_changes_nothing_of_where_it_e
         load = Load(other, rolling.model, 20)
         async with load.running():
             slow = steps(10, 50, soak_s=5, requests=5)
-            deployment = rolling.deploy("v2", steps=slow, bake_seconds=5, gates=BLIND)
+            deployment = rolling.deploy("v2", steps=slow, bake_seconds=8, gates=BLIND)
             for number, (state, pct) in enumerate(STATES):
                 await rolling.reaches(deployment, *(each for each, _ in STATES[number:]), "promoted")
                 for victim in VICTIMS:
