@@ -23,7 +23,7 @@ from msgspec import Struct
 from shared.rollouts import Finding, Gates, LatencyGate, RateGate
 from shared.tally import Histogram, Tally, milliseconds_of
 
-SURE = 3.3  # standard deviations: one chance in 2,000 of being wrong, in a single look at the very limit
+SURE = 3.0  # standard deviations: one chance in 700 of being wrong, in a single look at the very limit
 TAIL = 0.01  # beyond a 99th percentile
 SLICES_MIN = 3  # of time, that have to have a share in a breach
 HALVINGS = 40  # until a likelihood is at its maximum
