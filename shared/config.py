@@ -11,10 +11,11 @@ from shared import records, refusals, subjects
 from shared.bus import Bus
 from shared.errors import BadRequest, Unavailable, VersionNotFound, VersionRetired
 from shared.records import EngineSettings, Version, VersionLimits
+from shared.tenants import Limits
 
 WRITE_TRIES_MAX = 10
 
-T = TypeVar("T", VersionLimits, EngineSettings)
+T = TypeVar("T", VersionLimits, EngineSettings, Limits)
 
 
 async def set_config(

@@ -6,16 +6,23 @@ HeadraceError
 |   +-- Unsupported         400 unsupported_parameter    known to the API, not served by this model or engine
 |   +-- VersionConflict     400 version_conflict         X-Version-Pin and `model@version` differ
 |   +-- KeyReused           422 idempotency_key_reused   the idempotency key came before, with another body
++-- InvalidApiKey           401 invalid_api_key          no key, or one that is unknown, revoked or expired
++-- RoleMissing             403 role_missing             the key's role does not allow it
++-- ModelNotAllowed         403 model_not_allowed        the key is for other models
 +-- NotFound                404 not_found                no such route or object
 |   +-- ModelNotFound       404 model_not_found          unknown model
 |   +-- VersionNotFound     404 version_not_found        unknown version or alias of a known model
 |   +-- VersionRetired      404 version_retired          the version was taken out of service
 |   +-- StreamNotFound      404 stream_not_found         nobody has that request, or has it any more
 |   +-- DeploymentNotFound  404 deployment_not_found     no such deployment
+|   +-- TenantNotFound      404 tenant_not_found         no such tenant
+|   +-- ApiKeyNotFound      404 api_key_not_found        the tenant has no such key
 +-- Conflict                409 version_exists           same version, other bytes
 |   +-- VersionInUse        409 version_in_use           the version cannot be removed; the message says what uses it
 |   +-- DeploymentActive    409 deployment_active        the model's traffic is being moved by a deployment
 |   +-- DeploymentState     409 deployment_state         the deployment cannot do that in its state
+|   +-- TenantExists        409 tenant_exists            there is a tenant of that name
+|   +-- ApiKeyOver          409 api_key_over             the key is revoked or expired
 |   +-- ResultGone          409 idempotency_result_gone  the key's request was answered, and its answer is not kept any more
 +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
 +-- HeadersTooLarge         431 headers_too_large        the head of the request is over head_bytes_max
@@ -80,6 +87,18 @@ class KeyReused(BadRequest):
     code, status = "idempotency_key_reused", 422
 
 
+class InvalidApiKey(HeadraceError):
+    code, status, type = "invalid_api_key", 401, "authentication_error"
+
+
+class RoleMissing(HeadraceError):
+    code, status, type = "role_missing", 403, "permission_error"
+
+
+class ModelNotAllowed(HeadraceError):
+    code, status, type = "model_not_allowed", 403, "permission_error"
+
+
 class NotFound(HeadraceError):
     code, status, type = "not_found", 404, "not_found_error"
 
@@ -104,6 +123,14 @@ class DeploymentNotFound(NotFound):
     code = "deployment_not_found"
 
 
+class TenantNotFound(NotFound):
+    code = "tenant_not_found"
+
+
+class ApiKeyNotFound(NotFound):
+    code = "api_key_not_found"
+
+
 class MethodNotAllowed(HeadraceError):
     code, status, type = "method_not_allowed", 405, "invalid_request_error"
 
@@ -126,6 +153,14 @@ class DeploymentActive(Conflict):
 
 class DeploymentState(Conflict):
     code = "deployment_state"
+
+
+class TenantExists(Conflict):
+    code = "tenant_exists"
+
+
+class ApiKeyOver(Conflict):
+    code = "api_key_over"
 
 
 class ResultGone(Conflict):

@@ -207,7 +207,7 @@ encode = msgspec.json.encode
 encode_key_record = msgspec.msgpack.Encoder().encode
 
 
-def _decoder(decode: Callable[[bytes], Record], what: str) -> Callable[[bytes], Record]:
+def checked_decoder(decode: Callable[[bytes], Record], what: str) -> Callable[[bytes], Record]:
     """`decode`, with Internal for everything that it can raise."""
 
     def checked(raw: bytes) -> Record:
@@ -219,59 +219,60 @@ def _decoder(decode: Callable[[bytes], Record], what: str) -> Callable[[bytes], 
     return checked
 
 
-decode_key_record = _decoder(msgspec.msgpack.Decoder(KeyRecord).decode, "the record of an idempotency key")
-decode_version = _decoder(msgspec.json.Decoder(Version).decode, "the record of a version")
-decode_route = _decoder(msgspec.json.Decoder(Route).decode, "the route of a model")
-decode_leader = _decoder(msgspec.json.Decoder(Leader).decode, "the record of the leader")
-decode_decision = _decoder(msgspec.json.Decoder(ScalingDecision).decode, "a scaling decision")
-decode_lease = _decoder(msgspec.json.Decoder(Lease).decode, "the lease of a worker")
+decode_key_record = checked_decoder(msgspec.msgpack.Decoder(KeyRecord).decode, "the record of an idempotency key")
+decode_version = checked_decoder(msgspec.json.Decoder(Version).decode, "the record of a version")
+decode_route = checked_decoder(msgspec.json.Decoder(Route).decode, "the route of a model")
+decode_leader = checked_decoder(msgspec.json.Decoder(Leader).decode, "the record of the leader")
+decode_decision = checked_decoder(msgspec.json.Decoder(ScalingDecision).decode, "a scaling decision")
+decode_lease = checked_decoder(msgspec.json.Decoder(Lease).decode, "the lease of a worker")
 
 
 def version_key(key: str) -> tuple[str, str]:
     """Model and version of a key in the buckets `models` and `decisions`. Raises Internal."""
-    model, version = _names(key, 2)
+    model, version = names_under(key, 2)
     return model, version
 
 
 def model_key(key: str) -> str:
     """The model of a key in the bucket `routes`. Raises Internal."""
-    return _names(key, 1)[0]
+    return names_under(key, 1)[0]
 
 
 def worker_key(key: str) -> str:
     """The worker of a key in the bucket `workers`. Raises Internal."""
-    return _names(key, 1)[0]
+    return names_under(key, 1)[0]
 
 
 def version_at(key: str, raw: bytes) -> Version:
     """What is stored under `key` in the bucket `models`. Raises Internal, also when it is not of that key."""
     record = decode_version(raw)
-    _belongs((record.model, record.version) == version_key(key), key)
+    check_belongs((record.model, record.version) == version_key(key), key)
     return record
 
 
 def decision_at(key: str, raw: bytes) -> ScalingDecision:
     """What is stored under `key` in the bucket `decisions`. Raises Internal, also when it is not of that key."""
     record = decode_decision(raw)
-    _belongs((record.model, record.version) == version_key(key), key)
+    check_belongs((record.model, record.version) == version_key(key), key)
     return record
 
 
 def route_at(key: str, raw: bytes) -> Route:
     """What is stored under `key` in the bucket `routes`. Raises Internal, also when it is not of that key."""
     route = decode_route(raw)
-    _belongs(route.model == model_key(key), key)
+    check_belongs(route.model == model_key(key), key)
     return route
 
 
 def lease_at(key: str, raw: bytes) -> Lease:
     """What is stored under `key` in the bucket `workers`. Raises Internal, also when it is not of that key."""
     lease = decode_lease(raw)
-    _belongs(lease.worker == worker_key(key), key)
+    check_belongs(lease.worker == worker_key(key), key)
     return lease
 
 
-def _names(key: str, count: int) -> list[str]:
+def names_under(key: str, count: int) -> list[str]:
+    """The `count` names of a key. Raises Internal."""
     try:
         names = subjects.names_of(key)
     except ValueError as error:
@@ -281,6 +282,7 @@ def _names(key: str, count: int) -> list[str]:
     return names
 
 
-def _belongs(holds: bool, key: str) -> None:
+def check_belongs(holds: bool, key: str) -> None:
+    """Raises Internal unless what is stored under `key` is of that key."""
     if not holds:
         raise Internal(f"what is stored under {key} is of another key")

@@ -62,7 +62,7 @@ async def check_no_alias(bus: Bus, model: str, version: str) -> None:
 def check_names(model: str, version: str) -> None:
     """Raises BadRequest for a name that could not be addressed as `model@version`."""
     for param, name in (("model", model), ("version", version)):
-        _check_name(param, name)
+        check_name(param, name)
     if version in RESERVED_ALIASES:
         raise BadRequest(f"{version} is the name of an alias and cannot be a version", param="version")
 
@@ -133,7 +133,7 @@ async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Ro
     """
     for param, name in (("model", model), ("alias", alias), ("version", version)):
         if name is not None:
-            _check_name(param, name)
+            check_name(param, name)
     if version is None and alias == STABLE:
         raise BadRequest(f"the alias {STABLE} cannot be removed, only moved", param="alias")
     if await find_version(bus, model, alias) is not None:
@@ -269,7 +269,8 @@ async def _write_first_route(bus: Bus, model: str, version: str) -> None:
     await bus.kv_create(subjects.ROUTES_BUCKET, subjects.key(model), records.encode(route))
 
 
-def _check_name(param: str, name: str) -> None:
+def check_name(param: str, name: str) -> None:
+    """Raises BadRequest for what cannot be the name of a model, version or alias."""
     try:
         subjects.encode_token(name)
     except ValueError as error:

@@ -36,9 +36,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reuse_port: bool = False  # several ingresses may share the port: the new one is up before the old one drains
     drain_linger_s: float = 2.0  # of a drain: how long connections are still taken, for who has not noticed yet
     insecure: bool = False  # serve HTTP without keys on an address that other hosts can reach
-    nats_url: str = "nats://127.0.0.1:4222"
+    require_keys: bool = False  # of every request over HTTP, other than for liveness, metrics and documentation
+    http_tls_cert: str = ""  # a file with the certificate and its chain, PEM; "": HTTP without TLS
+    http_tls_key: str = ""  # a file with its private key
+    nats_url: str = "nats://127.0.0.1:4222"  # or tls://
+    nats_tls_ca: str = ""  # a file with the authorities that the server's certificate is of; "": the system's
+    nats_tls_cert: str = ""  # a file with the certificate that this process shows the server; "": none
+    nats_tls_key: str = ""  # a file with its private key
     nats_replicas: int = 1
-    s3_endpoint: str = "http://127.0.0.1:8333"
+    s3_endpoint: str = "http://127.0.0.1:8333"  # or https://
+    s3_tls_ca: str = ""  # a file with the authorities that the store's certificate is of; "": the system's
     s3_bucket: str = "headrace"
     s3_region: str = "us-east-1"
     s3_access_key: str = ""
@@ -89,6 +96,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     req_bytes_max: int = 8 * GIB
     req_messages_per_subject_max: int = 10_000
     req_consumers_max: int = 5000
+    audit_kept_s: float = 90 * 86_400.0  # entries of the audit log
+    audit_bytes_max: int = 256 * MIB  # more drop the oldest
     publish_timeout_s: float = 15.0  # an election of a stream's leader takes up to 10
 
     # the worker

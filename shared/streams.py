@@ -117,6 +117,7 @@ def _buckets(settings: Settings) -> list[Bucket]:
         Bucket(name=subjects.MODELS_BUCKET),
         Bucket(name=subjects.ROUTES_BUCKET),
         Bucket(name=subjects.DEPLOYMENTS_BUCKET),
+        Bucket(name=subjects.TENANTS_BUCKET),
         Bucket(name=subjects.ROLLOUTS_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
         Bucket(name=subjects.WORKERS_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
         Bucket(name=subjects.INGRESSES_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
@@ -198,6 +199,17 @@ class Streams:
                 "storage": "file",
                 "max_age": 7 * 24 * 3600 * SECOND,
                 "max_bytes": 1 << 30,
+                "num_replicas": settings.nats_replicas,
+            }
+        )
+        await self._ensure_stream(
+            {
+                "name": subjects.AUDIT_STREAM,
+                "subjects": [subjects.AUDIT_SUBJECTS],
+                "retention": "limits",
+                "storage": "file",
+                "max_age": int(settings.audit_kept_s * SECOND),
+                "max_bytes": settings.audit_bytes_max,
                 "num_replicas": settings.nats_replicas,
             }
         )

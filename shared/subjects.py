@@ -10,6 +10,8 @@ REQ_STREAM = "REQ"
 DLQ_STREAM = "DLQ"
 REQ_SUBJECTS = "q.>"
 DLQ_SUBJECTS = "dlq.>"
+AUDIT_STREAM = "AUDIT"
+AUDIT_SUBJECTS = "audit.>"
 
 MODELS_BUCKET = "models"
 ROUTES_BUCKET = "routes"
@@ -19,6 +21,7 @@ WORKERS_BUCKET = "workers"
 INGRESSES_BUCKET = "ingresses"
 IDEMPOTENCY_BUCKET = "idempotency"
 LEADER_BUCKET = "leader"
+TENANTS_BUCKET = "tenants"
 DECISIONS_BUCKET = "decisions"
 
 INGRESS_OWNER = "ingress"
@@ -107,6 +110,11 @@ def dead_letter_of(request_subject: str) -> str:
     """Where what came on a request's subject is kept when it is no request: the same tokens, whatever they are."""
     _, model, version, *_, tenant = request_subject.split(".")
     return f"dlq.{model}.{version}.{tenant}"
+
+
+def audit(action: str) -> str:
+    """Where an entry of the audit log is kept: `audit.<action>`, of which a part may be a filter."""
+    return f"audit.{action}"
 
 
 def frame_address(owner: str, client: str) -> str:

@@ -5,17 +5,22 @@ from typing import Any
 
 import pytest
 
-from shared import records, subjects
+from shared import records, subjects, tenants
 from shared.errors import Internal
 from shared.records import Lease, Route, Version, Weight
+from shared.tenants import ApiKey, Limits, Tenant
 
 VERSION = Version(model="a/b", version="v.1", state="available", source="sim:zero")
 ROUTE = Route("a/b", {"stable": "v.1"}, [Weight("v.1", 10_000)])
 LEASE = Lease(worker="w1", model="a/b", version="v.1", state="active", pid=1, host="h", started=0.0)
+TENANT = Tenant(
+    name="a/b", weight=2.5, limits=Limits(concurrency=3), keys=(ApiKey(id="k1", sha256="0" * 64, models=("m",)),)
+)
 STORED: list[tuple[Callable[[str, bytes], Any], str, Any]] = [
     (records.version_at, subjects.key("a/b", "v.1"), VERSION),
     (records.route_at, subjects.key("a/b"), ROUTE),
     (records.lease_at, "w1", LEASE),
+    (tenants.tenant_at, subjects.key("a/b"), TENANT),
 ]
 
 
