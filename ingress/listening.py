@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import logging
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 
@@ -55,15 +56,18 @@ async def keep_spreading(bound: socket.socket, goes_on: Callable[[], bool]) -> N
         await asyncio.sleep(SPREAD_EVERY_S if waited else PROBE_S / PROBES)
 
 
-async def steer_away(bound: socket.socket, took: Callable[[int], bool]) -> None:
+async def steer_away(bound: socket.socket, took: Callable[[int], bool], secured: bool = False) -> None:
     """Have the kernel give new connections on the port of `bound` to another socket, if there is one.
 
-    `took(port)` says whether the connection from that port was given to this process.
+    `took(port)` says whether the connection from that port was given to this process. `secured`: there is one only after the
+    handshake of TLS, in which the certificate plays no part here.
     """
     address = bound.getsockname()
     try:
         _steer(bound, 0)
-        reader_writer = await asyncio.wait_for(asyncio.open_connection(*address[:2]), PROBE_S)
+        reader_writer = await asyncio.wait_for(
+            asyncio.open_connection(*address[:2], ssl=_any_certificate() if secured else None), PROBE_S
+        )
     except OSError as error:  # and TimeoutError: without it connections are spread as before
         log.warning("new connections cannot be steered to another process: %r", error)
         return
@@ -78,6 +82,12 @@ async def steer_away(bound: socket.socket, took: Callable[[int], bool]) -> None:
     with contextlib.suppress(OSError):
         await writer.wait_closed()
     await asyncio.sleep(PROBE_S / 10)  # what was given to this process before is taken
+
+
+def _any_certificate() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def _steer(bound: socket.socket, index: int) -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
@@ -21,9 +22,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from shared import tls
 from shared.errors import QueueFull, TooLarge, Unavailable
 from shared.keyvalue import KeyValue
-from shared.settings import Settings
+from shared.settings import Settings, SettingsError
 from shared.wire import HEADER_MSG_ID, Malformed
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,18 @@ _decode_pub_ack = msgspec.json.Decoder(PubAck).decode
 
 
 class _Client(Client):
-    """nats-py's client, whose read loop would end with a header that is not UTF-8."""
+    """nats-py's client, whose read loop would end with a header that is not UTF-8, and which would go on without TLS where a
+    server, or whoever answers in its place, offers none."""
+
+    def _connect_command(self) -> bytes:
+        if "tls" in self.options and not self._is_secured():
+            raise nats.errors.Error("the server offers no TLS, and nats_url says tls://")
+        command: bytes = super()._connect_command()
+        return command
+
+    def _is_secured(self) -> bool:
+        writer = getattr(self._transport, "_io_writer", None)
+        return writer is not None and writer.get_extra_info("ssl_object") is not None
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -111,6 +124,20 @@ class Subscription:
             log.exception("a message on %s was not handled", self._subject)
 
 
+def _tls_of(settings: Settings) -> ssl.SSLContext | None:
+    """Of connections to NATS; None: without TLS. Raises SettingsError."""
+    secured = {url.strip().startswith("tls://") for url in settings.nats_url.split(",")}
+    if len(secured) > 1:
+        raise SettingsError("nats_url has servers with and without tls://: all of them, or none")
+    if secured == {False}:
+        if settings.nats_tls_ca or settings.nats_tls_cert or settings.nats_tls_key:
+            raise SettingsError(
+                "nats_tls_ca, nats_tls_cert and nats_tls_key are for a nats_url that begins with tls://"
+            )
+        return None
+    return tls.client_context(settings.nats_tls_ca, settings.nats_tls_cert, settings.nats_tls_key, "nats_tls")
+
+
 class Bus(KeyValue):
     """A connection to NATS, with durable publishes, requests, streams and key-value buckets."""
 
@@ -122,6 +149,8 @@ class Bus(KeyValue):
         self.malformed = 0  # messages that were none of the wire
         self._malformed_told_at = -math.inf
         self.dropped = 0  # core publishes that could not be sent
+        self._tls = _tls_of(settings)
+        self._refusal = ""  # why the last try to connect failed
         self._client = _Client()
         self._subscriptions: dict[int, Subscription] = {}
         self._on_reconnect: list[Callable[[], Awaitable[None] | None]] = []
@@ -142,7 +171,7 @@ class Bus(KeyValue):
             async with asyncio.timeout(30):
                 await bus._open()
         except TimeoutError:
-            raise Unavailable(f"NATS does not answer at {settings.nats_url}") from None
+            raise Unavailable(f"NATS does not answer at {settings.nats_url}{bus._refusal}") from None
         await bus.subscribe(bus.inbox + ".*", bus._on_ack)
         bus._probing = asyncio.create_task(bus._probe())
         return bus
@@ -158,7 +187,8 @@ class Bus(KeyValue):
         with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
             if self._client.is_connected:
                 await self._client.flush(timeout=2)
-        await self._client.close()
+        with contextlib.suppress(OSError):  # the connection is lost at this moment
+            await self._client.close()
 
     @property
     def connected(self) -> bool:
@@ -178,6 +208,7 @@ class Bus(KeyValue):
         self._on_disconnect.append(callback)
 
     async def _open(self) -> None:
+        options: dict[str, Any] = {"tls": self._tls} if self._tls is not None else {}
         while True:
             client = _Client()
             try:
@@ -198,12 +229,14 @@ class Bus(KeyValue):
                     pending_size=PENDING_BYTES_MAX,
                     flusher_queue_size=65536,
                     skip_subject_validation=True,
+                    **options,
                 )
                 break
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 with contextlib.suppress(Exception):
                     await client.close()
                 log.info("NATS at %s is not there yet: %r", self.settings.nats_url, error)
+                self._refusal = f": {error}"
                 await asyncio.sleep(0.2)
         self._client = client
         for subscription in list(self._subscriptions.values()):

@@ -19,6 +19,7 @@ from minio import Minio
 from minio.commonconfig import REPLACE, CopySource
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
+from shared import tls
 from shared.errors import Internal, NotFound, ObjectsUnavailable
 from shared.settings import MIB, Settings
 
@@ -84,8 +85,10 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
     ConnectionCls = _HttpsConnection
 
 
-def _connections() -> urllib3.PoolManager:
+def _connections(settings: Settings) -> urllib3.PoolManager:
+    secured = settings.s3_endpoint.startswith("https://")
     manager = urllib3.PoolManager(
+        ssl_context=tls.client_context(settings.s3_tls_ca, "", "", "s3_tls") if secured else None,
         timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=SILENCE_S),
         maxsize=CONNECTIONS_MAX,
         retries=urllib3.Retry(total=1, connect=0, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]),
@@ -110,7 +113,7 @@ class ObjectStore:
             session_token=settings.s3_session_token or None,
             secure=parts.scheme == "https",
             region=settings.s3_region,
-            http_client=_connections(),
+            http_client=_connections(settings),
         )
         if settings.s3_virtual_host is not None:
             if settings.s3_virtual_host:

@@ -1,6 +1,8 @@
 """Real servers for every test: nats-server and SeaweedFS from their wheels, on free ports, ended with the test run."""
 
 import asyncio
+import datetime
+import ipaddress
 import json
 import os
 import secrets
@@ -102,6 +104,58 @@ def nats_server(tmp_path: Path) -> Iterator[RunningServer]:
     server = _start_nats(tmp_path / "nats")
     yield server
     server.kill()
+
+
+class Certificates:
+    """An authority of the tests, and files of what it signed; `other_ca` is of an authority that nobody knows."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._key, self._authority = self._make("ca", None)
+        self.ca = str(directory / "ca.pem")
+        self.server = self.issue("server")
+        self.client = self.issue("client")
+        self._make("other-ca", None)
+        self.other_ca = str(directory / "other-ca.pem")
+
+    def issue(self, name: str) -> tuple[str, str]:
+        """The files of a certificate for 127.0.0.1 and localhost, and of its key."""
+        self._make(name, (self._key, self._authority))
+        return str(self._directory / f"{name}.pem"), str(self._directory / f"{name}.key")
+
+    def _make(self, name: str, signer: Any) -> Any:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        now = datetime.datetime.now(datetime.UTC)
+        hosts = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(subject if signer is None else signer[1].subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+        )
+        made = builder.sign(key if signer is None else signer[0], hashes.SHA256())
+        private = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        (self._directory / f"{name}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+        (self._directory / f"{name}.key").write_bytes(private)
+        return key, made
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Certificates for servers on this host, and the authority to trust."""
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,7 @@ def make(data: Path, http_port: int | None, lifeline_fd: int, environ: Mapping[s
         leftovers = [*servers.object_sockets(object_ports), *stale]
         commands.append(_server_command(server, environ, servers.s3_ready, leftovers))
 
-    http = f"http://{settings.http_host}:{settings.http_port}"
+    http = f"http{'s' if settings.http_tls_cert else ''}://{settings.http_host}:{settings.http_port}"
 
     async def ingress_ready() -> bool:
         return await servers.http_status(f"{http}/readyz") == 200

@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import ssl
 import time
 from collections import Counter
+from typing import Any
 
 from ingress.listening import bind, keep_spreading, steer_away
 from shared.settings import Settings
@@ -14,20 +16,21 @@ LISTENS = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 class Listener:
     """An ingress as far as the port is concerned."""
 
-    def __init__(self, name: str, port: int, connections: Counter[str]) -> None:
+    def __init__(self, name: str, port: int, connections: Counter[str], context: ssl.SSLContext | None = None) -> None:
+        self._context = context
         self.bound = bind(Settings(http_port=port, reuse_port=True))
         self._name, self._connections = name, connections
         self._ports: set[int] = set()
 
     async def listen(self) -> "Listener":
-        self._server = await asyncio.start_server(self._accept, sock=self.bound)
+        self._server = await asyncio.start_server(self._accept, sock=self.bound, ssl=self._context)
         return self
 
     def took(self, port: int) -> bool:
         return port in self._ports
 
     async def leave(self) -> None:
-        await steer_away(self.bound, self.took)
+        await steer_away(self.bound, self.took, self._context is not None)
         self._server.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,11 +63,32 @@ def test_a_newcomer_gets_connections_though_another_one_was_steered_away_before(
     asyncio.run(work())
 
 
-async def asked(port: int, connections: Counter[str]) -> set[str]:
+def test_nobody_is_lost_either_where_the_port_speaks_tls(certificates: Any) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificates.server)
+    trusting = ssl.create_default_context(cafile=certificates.ca)
+
+    async def work() -> None:
+        connections: Counter[str] = Counter()
+        first = await Listener("first", 0, connections, context).listen()
+        port = first.bound.getsockname()[1]
+        second = await Listener("second", port, connections, context).listen()
+        await steer_away(first.bound, first.took, secured=True)
+        assert await asked(port, connections, trusting, 20) == {"second"}
+        await first.leave()
+        await asked(port, connections, trusting, 20)
+        await second.leave()
+
+    asyncio.run(work())
+
+
+async def asked(
+    port: int, connections: Counter[str], context: ssl.SSLContext | None = None, times: int = 80
+) -> set[str]:
     """Who answers when many ask; everybody who asks is answered."""
     connections.clear()
-    for _ in range(80):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(times):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         assert await reader.read(1) == b"x"
         writer.close()
         await writer.wait_closed()
