@@ -52,6 +52,8 @@ def error_answer(error: HeadraceError) -> tuple[bytes, Headers]:
     """Body and headers of an error that is the whole answer."""
     data = msgspec.json.encode(error.body())
     headers: Headers = []
+    if error.status == 401:
+        headers.append((b"www-authenticate", b'Bearer realm="headrace"'))
     if error.retryable and error.status in (429, 503):
         seconds = RETRY_AFTER_DEFAULT_S if error.retry_after is None else error.retry_after
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(seconds))))

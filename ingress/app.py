@@ -1,6 +1,7 @@
 """The ASGI application: the routes, and errors of every kind in one shape."""
 
 import logging
+import time
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -9,11 +10,13 @@ from starlette.responses import Response
 
 from ingress import answers, openapi
 from ingress.answers import Message, Receive, Scope, Send
+from ingress.body import check_declared
 from ingress.context import Context
 from ingress.family import Family
+from ingress.identity import OPEN_PATHS, SCOPE_KEY
 from ingress.inference import Inference
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
-from ingress.routes import deployments, health, models, registry, streams
+from ingress.routes import deployments, health, models, registry, streams, tenants
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
@@ -21,6 +24,8 @@ from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, HeadraceError, Internal, MethodNotAllowed, NotFound
 from shared.rollouts import NewDeployment
 from shared.router import ModelEntry, VersionEntry
+from shared.tenancy import NewKey, NewTenant, Rotation, TenantChanges
+from shared.tenant_views import IssuedKey, KeyEntry, TenantEntry
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +43,25 @@ class App(FastAPI):
                 if family.serves(scope["path"]):
                     await Inference(self._context, family)(scope, receive, send)
                     return
-        if scope["type"] == "http" and self._context.draining:
-            send = _closing(send)
+        if scope["type"] == "http":
+            if self._context.draining:
+                send = _closing(send)
+            try:
+                self._let_in(scope)
+            except HeadraceError as error:
+                data, headers = answers.error_answer(error)
+                await send(answers.start(error.status, headers))
+                await send(answers.body(data))
+                return
         await super().__call__(scope, receive, send)
+
+    def _let_in(self, scope: Scope) -> None:
+        """Everything but what is open to all is somebody's. Raises TooLarge, BadRequest or InvalidApiKey."""
+        if scope["path"] in OPEN_PATHS:
+            return
+        headers, context = dict(scope["headers"]), self._context
+        check_declared(headers.get(b"content-length"), context.settings.request_bytes_max)
+        scope[SCOPE_KEY] = context.identities.caller(headers, time.time())
 
 
 def _closing(send: Send) -> Send:
@@ -62,12 +83,14 @@ def build_app(context: Context) -> FastAPI:
         _document(app, context, family)
     app.include_router(registry.router(context))
     app.include_router(deployments.router(context))
+    app.include_router(tenants.router(context))
     app.include_router(models.router(context))
     app.include_router(streams.router(context, families))
     app.include_router(health.router(context))
     bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
     others = [models.ModelList, ModelEntry, VersionEntry, streams.Ended, NewVersion, AliasTarget, registry.Aliases]
     others += [Changes, VersionConfig, NewDeployment, DeploymentEntry, DeploymentDetail]
+    others += [NewTenant, TenantChanges, TenantEntry, NewKey, Rotation, KeyEntry, IssuedKey]
     openapi.install(app, [*bodies, *others])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)

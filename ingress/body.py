@@ -19,16 +19,21 @@ DISCARD_BYTES_MAX = 64 << 20
 DISCARD_SECONDS_MAX = 5.0
 
 
-async def read_body(declared: bytes | None, receive: Receive, bytes_max: int) -> bytes:
-    """The whole body; `declared` is the Content-Length header.
-
-    Raises TooLarge (both numbers named), BadRequest, or Cancelled when the client left before its end.
-    """
+def check_declared(declared: bytes | None, bytes_max: int) -> None:
+    """Raises TooLarge, or BadRequest, for a Content-Length header."""
     if declared is not None:
         if not declared.isdigit():
             raise BadRequest("content-length: not a number")
         if int(declared) > bytes_max:
             raise TooLarge(f"the body has {int(declared)} bytes, the limit is {bytes_max} bytes")
+
+
+async def read_body(declared: bytes | None, receive: Receive, bytes_max: int) -> bytes:
+    """The whole body; `declared` is the Content-Length header.
+
+    Raises TooLarge (both numbers named), BadRequest, or Cancelled when the client left before its end.
+    """
+    check_declared(declared, bytes_max)
     parts: list[bytes] = []
     size = 0
     while (message := await receive())["type"] == "http.request":

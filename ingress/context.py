@@ -5,11 +5,11 @@ import time
 from typing import TYPE_CHECKING
 
 from ingress.admission import Admission
+from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.metrics import Metrics
 from ingress.observations import Observations
 from ingress.registrar import Registrar
-from shared import subjects
 from shared.errors import Draining, HeadraceError
 from shared.router import Router
 from shared.settings import Settings
@@ -24,7 +24,8 @@ CLIENTS_EVERY_S = 1.0
 
 
 class Context:
-    """Settings, the router, the dispatcher and the requests in progress. `bus_usable` says whether requests can be stored."""
+    """Settings, the router, the dispatcher and the requests in progress. `bus_usable` says whether requests can be stored,
+    `identities` whose they are."""
 
     def __init__(
         self,
@@ -34,17 +35,18 @@ class Context:
         keys: Keys,
         registrar: Registrar,
         bus_usable: "Callable[[], bool]",
+        identities: Identities,
     ) -> None:
         self.settings, self.router, self.dispatcher, self.keys = settings, router, dispatcher, keys
         self.registrar = registrar
         self.bus_usable = bus_usable
-        self.tenant = subjects.LOCAL_TENANT
+        self.identities = identities
         self.admission = Admission(settings, dispatcher)
         self.open: set[Exchange] = set()
         self.draining = False
         self.accepting = True  # requests, in the drain too as long as its budget lasts
         self.observations = Observations(router.route)
-        self.metrics = Metrics(lambda: dispatcher.queued(self.tenant), lambda: len(self.open), dispatcher.totals)
+        self.metrics = Metrics(dispatcher.queued_of_all, lambda: len(self.open), dispatcher.totals)
 
     def check_accepting(self) -> None:
         """Raises Draining once the process is about to end."""

@@ -7,7 +7,7 @@ import msgspec
 
 from ingress import answers
 from ingress.answers import Receive, Scope, Send
-from ingress.body import read_body
+from ingress.body import check_declared, read_body
 from ingress.context import Context
 from ingress.decoding import decode
 from ingress.family import Admitted, Family, Framing, decode_framing
@@ -36,11 +36,14 @@ class Inference(Exchange):
         headers = dict(scope["headers"])
         self._extra_headers.append((b"x-request-id", answers.request_id(headers.get(b"x-request-id"), self.rid)))
         context.check_accepting()
+        check_declared(headers.get(b"content-length"), settings.request_bytes_max)
+        self._caller = caller = context.identities.caller(headers, time.time())
         self._client_until = self._started + settings.request_read_s
         raw = await read_body(headers.get(b"content-length"), receive, settings.request_bytes_max)
         self._client_until = float("inf")
         self._body_read = True
         body: Body = decode(family.decoder, raw)
+        caller.check_model(family.reference(body, scope))
         self._streamed = bool(body.stream)
         self._resumable = self._streamed and answers.is_true(headers.get(b"x-resumable"))
         key = headers.get(b"idempotency-key")
@@ -48,18 +51,17 @@ class Inference(Exchange):
             await self._watched(receive, self._publish(self._admit(scope, headers, body, len(raw)), send))
             return
         self._detachable = True
-        tenant = context.tenant
-        claim = context.keys.claim(tenant, key, scope["path"].encode(), headers.get(b"x-version-pin", b""), raw)
+        claim = context.keys.claim(caller.tenant, key, scope["path"].encode(), headers.get(b"x-version-pin", b""), raw)
         await self._watched(receive, self._serve_keyed(claim, scope, headers, body, len(raw), send))
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int) -> Admitted:
         context = self._context
         reference = self._family.reference(body, scope)
-        sticky = sticky_key(_text(headers, b"x-session-id"), body, context.tenant)
+        sticky = sticky_key(_text(headers, b"x-session-id"), body, self._caller.tenant)
         resolved = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
         version = resolved.version
         self._is_of(version.model, version.version)
-        requests = context.admission.admit(self.rid, body, body_bytes, version, context.tenant, self._started)
+        requests = context.admission.admit(self.rid, body, body_bytes, version, self._caller.tenant, self._started)
         for request in requests:
             request.movable = resolved.by_weights
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -84,7 +86,7 @@ class Inference(Exchange):
     async def _publish(self, admitted: Admitted, send: Send) -> None:
         # not interrupted while publishing: the message can be deleted only once the ack told its sequence
         self._interruptible = False
-        dispatcher, tenant = self._context.dispatcher, self._context.tenant
+        dispatcher, tenant = self._context.dispatcher, self._caller.tenant
         if admitted.parts:
             async with submitted(dispatcher, admitted.parts, tenant) as several:
                 await self._answer(self._family, admitted, several, send)
@@ -118,18 +120,18 @@ class Inference(Exchange):
             await self._answer_keyed(claim, False, body, send)  # somebody else had the answer: it is in the record
 
     async def _answer_keyed(self, claim: Claimed, created: bool, body: Body, send: Send) -> None:
-        context, record = self._context, claim.record
+        context, record, tenant = self._context, claim.record, self._caller.tenant
         framing = decode_framing(record.request.framing)
         request = msgspec.structs.replace(record.request, input=body.to_input())
         if record.outcome is not None and not record.outcome.too_large:
             await self._answer(self._family, Admitted(request, framing), Replay(record), send)
             return
         if record.outcome is not None:
-            located = await context.dispatcher.locate(request.rid, context.tenant, record.seq)
+            located = await context.dispatcher.locate(request.rid, tenant, record.seq)
             if located is None:
                 raise ResultGone("the request of this key was answered; the answer is not kept any more")
             stream = await context.dispatcher.attach(
-                request, context.tenant, located.seq, b"", located.queue_left_s, keyed=True, resumable=self._resumable
+                request, tenant, located.seq, b"", located.queue_left_s, keyed=True, resumable=self._resumable
             )
         else:
             context.router.check_servable(request.model, request.version)
@@ -140,7 +142,7 @@ class Inference(Exchange):
 
     async def _keyed_stream(self, claim: Claimed, created: bool, request: wire.Request) -> Stream:
         """The stream of a key's request that has not been answered as far as is known."""
-        dispatcher, tenant = self._context.dispatcher, self._context.tenant
+        dispatcher, tenant = self._context.dispatcher, self._caller.tenant
         if not created and claim.record.seq:
             left_s, seq = self._settings.queue_deadline_s, claim.record.seq
             if dispatcher.may_have_moved(request):

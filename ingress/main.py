@@ -8,6 +8,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -19,10 +20,11 @@ import uvloop
 from ingress.app import build_app
 from ingress.connection import Connection
 from ingress.context import Context
+from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.listening import bind, keep_spreading, steer_away
 from ingress.registrar import Registrar
-from shared import lifeline
+from shared import lifeline, tls
 from shared.bus import Bus
 from shared.dispatch import Dispatcher
 from shared.errors import Draining
@@ -67,17 +69,20 @@ class Server(uvicorn.Server):
         return any(client is not None and client[1] == port for client in clients)
 
 
-def check_address(settings: Settings) -> None:
-    """Raises SettingsError for an address that other hosts reach, unless `insecure` allows it: there are no keys yet."""
-    host = settings.http_host
+def is_loopback(host: str) -> bool:
     try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        loopback = False
-    if not loopback and not settings.insecure:
+        return False
+
+
+def check_address(settings: Settings) -> None:
+    """Raises SettingsError for an address that other hosts reach without keys, unless `insecure` allows it."""
+    host = settings.http_host
+    if not is_loopback(host) and not settings.require_keys and not settings.insecure:
         raise SettingsError(
-            f"http_host is {host}, which other hosts can reach, and requests carry no keys: "
-            "set `insecure` (HEADRACE_INSECURE=true) if that is meant"
+            f"http_host is {host}, which other hosts can reach, and requests need no keys: "
+            "set `require_keys` (HEADRACE_REQUIRE_KEYS=true), or `insecure` (HEADRACE_INSECURE=true) if that is meant"
         )
 
 
@@ -93,11 +98,17 @@ def allow_connections(settings: Settings) -> Settings:
 
 
 def make_server(context: Context) -> Server:
-    """An HTTP server of `context` that is not started yet."""
+    """An HTTP server of `context` that is not started yet. Raises SettingsError for a certificate that cannot be used."""
+    settings = context.settings
+    if settings.http_tls_cert or settings.http_tls_key:
+        tls.check_pair(settings.http_tls_cert, settings.http_tls_key, "http_tls")
+        tls.load_pair(
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), settings.http_tls_cert, settings.http_tls_key, "http_tls"
+        )
     return Server(
         uvicorn.Config(
             build_app(context),
-            http=partial(Connection, context.settings),  # type: ignore[arg-type]  # it is called, and nothing else
+            http=partial(Connection, settings),  # type: ignore[arg-type]  # it is called, and nothing else
             ws="none",
             lifespan="off",
             access_log=False,
@@ -106,6 +117,8 @@ def make_server(context: Context) -> Server:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=LAST_WRITES_S,
             backlog=BACKLOG,
+            ssl_certfile=settings.http_tls_cert or None,
+            ssl_keyfile=settings.http_tls_key or None,
         )
     )
 
@@ -121,12 +134,13 @@ async def serve_until(stop: asyncio.Event, context: Context, bound: socket.socke
         if settings.reuse_port:
             watching.append(group.create_task(keep_spreading(bound, lambda: server.started and not context.draining)))
         await stop.wait()
+        secured = bool(settings.http_tls_cert)
         reserve_s = min(LAST_WRITES_S, settings.drain_budget_s / 10)
         deadline = loop.time() + settings.drain_budget_s - reserve_s
         context.draining = True  # not ready; every answer closes its connection
         log.info("draining: %d requests are open", len(context.open))
         if settings.reuse_port:
-            await steer_away(bound, server.took)
+            await steer_away(bound, server.took, secured)
         await asyncio.sleep(min(settings.drain_linger_s, settings.drain_budget_s / 4))
         if settings.reuse_port:
             await steer_away(bound, server.took)  # others may have taken it back meanwhile
@@ -158,9 +172,15 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         router = Router()
         watches = Watches(router, dispatcher)
         await watches.start(bus)
+        identities = Identities(settings.require_keys)
+        await identities.start(bus)
         keys = Keys(bus, settings)
         registrar = Registrar(bus, settings)
-        context = Context(settings, router, dispatcher, keys, registrar, lambda: bus.connected and watches.live)
+
+        def usable() -> bool:
+            return bus.connected and watches.live and identities.live
+
+        context = Context(settings, router, dispatcher, keys, registrar, usable, identities)
         lease = context.observations.keeper(bus)
         await lease.start()
         stop = _stop_on_signals()
@@ -169,6 +189,7 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await serve_until(stop, context, bound)
         await lease.stop()
         await watches.close()
+        await identities.close()
         await dispatcher.close()
         await keys.close()
     finally:
@@ -198,6 +219,8 @@ def main(settings: Settings) -> None:
     check_address(settings)
     if settings.lifeline_fd is not None:
         lifeline.watch(settings.lifeline_fd)
+    if settings.require_keys and not settings.http_tls_cert and not is_loopback(settings.http_host):
+        log.warning("keys come to %s without TLS: let something in front of it speak TLS", settings.http_host)
     settings = allow_connections(settings)
     with bind(settings) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(settings, bound))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from shared import config, deployment_views, deployments, manifests, registry
+from ingress.identity import Caller
+from shared import audit, config, deployment_views, deployments, manifests, registry
 from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, DeploymentNotFound, NotFound, VersionFailed
 from shared.manifests import Manifest
 from shared.records import EngineSettings, Route, Version, VersionLimits
-from shared.rollouts import Command, NewDeployment
+from shared.rollouts import Command, Deployment, NewDeployment
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -58,27 +59,32 @@ class AliasTarget(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Registrar:
-    """The registry behind the front door. Its errors are those of `shared.registry` and `shared.deployments`, and
-    ObjectsUnavailable."""
+    """The registry behind the front door. Its errors are those of `shared.registry` and `shared.deployments`,
+    ObjectsUnavailable, and ModelNotAllowed where the caller's key is for other models. What is changed is audited."""
 
     def __init__(self, bus: "Bus", settings: Settings) -> None:
-        self._bus, self._settings = bus, settings
+        self.bus, self._settings = bus, settings
 
-    async def register(self, model: str, asked: NewVersion) -> tuple[Version, Route | None]:
+    async def register(self, caller: Caller, model: str, asked: NewVersion) -> tuple[Version, Route | None]:
         """The version's record as it is now, and the model's route."""
+        caller.check_model(model)
+        target = f"{model}@{asked.version}"
+        async with audit.audited(self.bus, caller.actor, "version.register", target, source=asked.source):
+            record = await self._register(model, asked)
+        return record, await registry.find_route(self.bus, model)
+
+    async def _register(self, model: str, asked: NewVersion) -> Version:
         registry.check_names(model, asked.version)
         config.check_limits(asked.limits)
-        await registry.check_no_alias(self._bus, model, asked.version)
+        await registry.check_no_alias(self.bus, model, asked.version)
         if asked.source.startswith(registry.SIMULATED):
             if asked.manifest_sha256 is not None:
                 raise BadRequest("manifest_sha256: a simulated model has no files", param="manifest_sha256")
             manifest = manifests.of_simulated(model, asked.version, asked.engine or EngineSettings())
-            record = await registry.register(self._bus, _record(asked, manifest))
-        elif asked.source == registry.STORED:
-            record = await self._register_stored(model, asked)
-        else:
-            raise BadRequest(f'source: "s3" or "sim:<profile>" is expected, not {asked.source!r}', param="source")
-        return record, await registry.find_route(self._bus, model)
+            return await registry.register(self.bus, _record(asked, manifest))
+        if asked.source == registry.STORED:
+            return await self._register_stored(model, asked)
+        raise BadRequest(f'source: "s3" or "sim:<profile>" is expected, not {asked.source!r}', param="source")
 
     async def _register_stored(self, model: str, asked: NewVersion) -> Version:
         from shared import blobs
@@ -86,41 +92,57 @@ class Registrar:
 
         objects = ObjectStore(self._settings)
         manifest = await asyncio.to_thread(_stored_manifest, objects, model, asked)
-        record = await registry.register(self._bus, _record(asked, manifest))
+        record = await registry.register(self.bus, _record(asked, manifest))
         await asyncio.to_thread(blobs.name_manifest, objects, manifest)
         return record
 
-    async def configure(self, model: str, version: str, changes: Changes) -> VersionConfig:
+    async def configure(self, caller: Caller, model: str, version: str, changes: Changes) -> VersionConfig:
         """Change limits and engine settings. Raises BadRequest, VersionNotFound or VersionRetired."""
-        record = await config.set_config(self._bus, model, version, changes.limits, changes.engine)
+        caller.check_model(model)
+        detail = msgspec.to_builtins(changes)
+        async with audit.audited(self.bus, caller.actor, "version.change", f"{model}@{version}", **detail):
+            record = await config.set_config(self.bus, model, version, changes.limits, changes.engine)
         return VersionConfig(
             model=model, version=version, state=record.state, limits=record.limits, engine=record.engine
         )
 
-    async def set_alias(self, model: str, alias: str, version: str | None) -> Route:
+    async def set_alias(self, caller: Caller, model: str, alias: str, version: str | None) -> Route:
         """Point an alias at a version; None removes it."""
-        return await registry.set_alias(self._bus, model, alias, version)
+        caller.check_model(model)
+        async with audit.alias(self.bus, caller.actor, model, alias, version):
+            return await registry.set_alias(self.bus, model, alias, version)
 
-    async def deploy(self, asked: NewDeployment) -> DeploymentEntry:
+    async def deploy(self, caller: Caller, asked: NewDeployment) -> DeploymentEntry:
         """Begin to move a model's traffic to a version."""
-        return deployment_views.entry(await deployments.create(self._bus, asked))
+        caller.check_model(asked.model)
+        async with audit.deployment(self.bus, caller.actor, asked) as note:
+            made = await deployments.create(self.bus, asked)
+            note.target = made.id
+        return deployment_views.entry(made)
 
-    async def deployments(self, model: str | None) -> list[DeploymentEntry]:
+    async def deployments(self, caller: Caller, model: str | None) -> list[DeploymentEntry]:
         """Those of one model, or all; the newest first."""
-        found = await deployments.list_deployments(self._bus, model)
-        return [deployment_views.entry(each) for each in reversed(found)]
+        found = await deployments.list_deployments(self.bus, model)
+        return [deployment_views.entry(each) for each in reversed(found) if caller.may_use(each.model)]
 
-    async def deployment(self, id_: str) -> DeploymentDetail:
+    async def deployment(self, caller: Caller, id_: str) -> DeploymentDetail:
         """One with its history. Raises DeploymentNotFound."""
-        found = await deployments.find(self._bus, id_)
+        found = await self._deployment(caller, id_)
+        return deployment_views.detail(found, await deployment_views.find_progress(self.bus, found))
+
+    async def command(self, caller: Caller, id_: str, what: Command) -> DeploymentDetail:
+        """Roll back, pause, resume or promote one; what it is now."""
+        known = await self._deployment(caller, id_)
+        async with audit.command(self.bus, caller.actor, known, what):
+            changed = await deployments.command(self.bus, id_, what)
+        return deployment_views.detail(changed, await deployment_views.find_progress(self.bus, changed))
+
+    async def _deployment(self, caller: Caller, id_: str) -> Deployment:
+        found = await deployments.find(self.bus, id_)
         if found is None:
             raise DeploymentNotFound(f"there is no deployment {id_}", param="deployment_id")
-        return deployment_views.detail(found[0], await deployment_views.find_progress(self._bus, found[0]))
-
-    async def command(self, id_: str, what: Command) -> DeploymentDetail:
-        """Roll back, pause, resume or promote one; what it is now."""
-        changed = await deployments.command(self._bus, id_, what)
-        return deployment_views.detail(changed, await deployment_views.find_progress(self._bus, changed))
+        caller.check_model(found[0].model)
+        return found[0]
 
 
 def _record(asked: NewVersion, manifest: Manifest) -> Version:

@@ -18,6 +18,7 @@ from ingress.answers import Headers, Message, Receive, Scope, Send
 from ingress.body import discard_body
 from ingress.context import Context
 from ingress.family import Admitted, Choice, Family
+from ingress.identity import NOBODY
 from ingress.metrics import DETACHED, OK, Served
 from ingress.position import NumberedEvents, Position
 from shared import wire
@@ -64,6 +65,7 @@ class Exchange(Response):
         self.rid = wire.new_id()
         self._context, self._route, self._settings = context, route, context.settings
         self._started = self._written = time.monotonic()
+        self._caller = NOBODY
         self._extra_headers: Headers = []
         self._served = Served()
         self._task: asyncio.Task[Any] | None = None

@@ -4,6 +4,7 @@ from ingress import answers
 from ingress.answers import Receive, Scope, Send
 from ingress.context import Context
 from ingress.family import Admitted, Family, decode_framing
+from ingress.identity import Caller
 from ingress.position import HEADER, Position, parse
 from ingress.relay import Exchange
 from shared.errors import BadRequest, StreamNotFound
@@ -14,8 +15,9 @@ ROUTE = "/v1/streams/{rid}"
 class Resumption(Exchange):
     """One GET of a stream. Without a Last-Event-ID it is told from its first event on."""
 
-    def __init__(self, context: Context, families: tuple[Family, ...], rid: str) -> None:
+    def __init__(self, context: Context, families: tuple[Family, ...], rid: str, caller: Caller) -> None:
         super().__init__(context, ROUTE)
+        self._caller = caller
         self._families = {family.route: family for family in families}
         self.rid = rid
         self._resumable = self._detachable = self._streamed = self._body_read = True
@@ -33,11 +35,12 @@ class Resumption(Exchange):
         await self._watched(receive, self._attach(seen, send))
 
     async def _attach(self, seen: Position | None, send: Send) -> None:
-        context = self._context
-        located = await context.dispatcher.locate(self.rid, context.tenant, 0 if seen is None else seen.sequence)
+        context, tenant = self._context, self._caller.tenant
+        located = await context.dispatcher.locate(self.rid, tenant, 0 if seen is None else seen.sequence)
         if located is None or not located.request.framing:
             raise StreamNotFound(f"there is no resumable stream {self.rid}, or there is not any more")
         request = located.request
+        self._caller.check_model(request.model)
         if seen is not None and len(seen.choices) != request.sampling.n:
             raise BadRequest(f"{HEADER}: the request has {request.sampling.n} choices", param=HEADER)
         framing = decode_framing(request.framing)
@@ -45,7 +48,7 @@ class Resumption(Exchange):
         self._interruptible = False
         stream = await context.dispatcher.attach(
             request,
-            context.tenant,
+            tenant,
             located.seq,
             located.body,
             located.queue_left_s,

@@ -127,6 +127,10 @@ class Dispatcher:
         """Requests of a tenant that are published and that no worker has accepted yet."""
         return self._queued.get(tenant, 0)
 
+    def queued_of_all(self) -> int:
+        """The same of all tenants."""
+        return sum(self._queued.values())
+
     async def submit(self, request: wire.Request, tenant: str, keyed: bool = False, resumable: bool = False) -> Stream:
         """Store the request; its stream, once the publish is acknowledged.
 

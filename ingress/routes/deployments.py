@@ -9,6 +9,7 @@ from starlette.responses import Response
 from ingress import openapi
 from ingress.body import read_json
 from ingress.context import Context
+from ingress.identity import caller_of, needs
 from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.rollouts import Command, NewDeployment
 
@@ -19,19 +20,19 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 
 def router(context: Context) -> APIRouter:
     """The routes."""
-    routes = APIRouter()
+    routes = APIRouter(dependencies=[needs("deploy")])
     registrar = context.registrar
 
     async def create(request: Request) -> Response:
         asked = await read_json(context, request, msgspec.json.Decoder(NewDeployment))
-        made = await registrar.deploy(asked)
+        made = await registrar.deploy(caller_of(request), asked)
         return _json(made, 202, {"location": f"{DEPLOYMENTS}/{made.deployment_id}"})
 
-    async def list_all(model: str | None = None) -> Response:
-        return _json(await registrar.deployments(model))
+    async def list_all(request: Request, model: str | None = None) -> Response:
+        return _json(await registrar.deployments(caller_of(request), model))
 
-    async def show(deployment_id: str) -> Response:
-        return _json(await registrar.deployment(deployment_id))
+    async def show(request: Request, deployment_id: str) -> Response:
+        return _json(await registrar.deployment(caller_of(request), deployment_id))
 
     created = openapi.told(NewDeployment, DeploymentEntry, status=202)
     routes.post(DEPLOYMENTS, summary="Roll a version out", status_code=202, **created)(create)
@@ -44,9 +45,9 @@ def router(context: Context) -> APIRouter:
 
 
 def _add_command(routes: APIRouter, context: Context, command: Command) -> None:
-    async def obey(deployment_id: str) -> Response:
+    async def obey(request: Request, deployment_id: str) -> Response:
         context.check_accepting()
-        return _json(await context.registrar.command(deployment_id, command))
+        return _json(await context.registrar.command(caller_of(request), deployment_id, command))
 
     told = openapi.answer(DeploymentDetail) | {"summary": f"{command.capitalize()} a deployment"}
     routes.post(f"{DEPLOYMENT}/{command}", name=command, **told)(obey)

@@ -1,13 +1,15 @@
-"""GET /v1/models, /v1/models/{model} and /v1/models/{model}/versions. A model without replicas stays listed."""
+"""GET /v1/models, /v1/models/{model} and /v1/models/{model}/versions. A model without replicas stays listed; one that a key is
+not for does not."""
 
 from typing import Literal
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ingress import openapi
 from ingress.context import Context
+from ingress.identity import caller_of, needs
 from shared.router import ModelEntry, VersionEntry
 
 
@@ -24,16 +26,24 @@ def router(context: Context) -> APIRouter:
     """The routes."""
     routes = APIRouter()
 
-    @routes.get("/v1/models", summary="The models", **openapi.answer(ModelList))
-    async def models() -> Response:
-        return _json(ModelList(context.router.models()))
+    async def models(request: Request) -> Response:
+        caller = caller_of(request)
+        return _json(ModelList([entry for entry in context.router.models() if caller.may_use(entry.id)]))
 
-    @routes.get("/v1/models/{model:path}/versions", summary="A model's versions", **openapi.answer(list[VersionEntry]))
-    async def versions(model: str) -> Response:
+    async def versions(request: Request, model: str) -> Response:
+        caller_of(request).check_model(model)
         return _json(context.router.versions(model))
 
-    @routes.get("/v1/models/{model:path}", summary="One model", **openapi.answer(ModelEntry))
-    async def model(model: str) -> Response:
+    async def model(request: Request, model: str) -> Response:
+        caller_of(request).check_model(model)
         return _json(context.router.model(model))
 
+    infer, deploy = [needs("infer")], [needs("deploy")]
+    listed, one = openapi.answer(ModelList), openapi.answer(ModelEntry)
+    of_model = openapi.answer(list[VersionEntry])
+    routes.get("/v1/models", dependencies=infer, summary="The models", **listed)(models)
+    routes.get("/v1/models/{model:path}/versions", dependencies=deploy, summary="A model's versions", **of_model)(
+        versions
+    )
+    routes.get("/v1/models/{model:path}", dependencies=infer, summary="One model", **one)(model)
     return routes

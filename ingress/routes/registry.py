@@ -9,6 +9,7 @@ from starlette.responses import Response
 from ingress import openapi
 from ingress.body import read_json
 from ingress.context import Context
+from ingress.identity import caller_of, needs
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
 from shared.records import Route
 from shared.router import VersionEntry
@@ -27,11 +28,11 @@ class Aliases(msgspec.Struct):
 
 def router(context: Context) -> APIRouter:
     """The routes."""
-    routes = APIRouter()
+    routes = APIRouter(dependencies=[needs("deploy")])
 
     async def register(request: Request) -> Response:
         asked = await read_json(context, request, msgspec.json.Decoder(NewVersion))
-        record, route = await context.registrar.register(request.path_params["model"], asked)
+        record, route = await context.registrar.register(caller_of(request), request.path_params["model"], asked)
         weights = {weight.version: weight.basis_points for weight in route.weights} if route else {}
         entry = VersionEntry(
             record.version, weights.get(record.version, 0) / 100, record.state, record.reason, record.manifest_sha256
@@ -41,7 +42,7 @@ def router(context: Context) -> APIRouter:
     async def configure(request: Request) -> Response:
         changes = await read_json(context, request, msgspec.json.Decoder(Changes))
         name, version = request.path_params["model"], request.path_params["version"]
-        return _json(await context.registrar.configure(name, version, changes))
+        return _json(await context.registrar.configure(caller_of(request), name, version, changes))
 
     async def put_alias(request: Request) -> Response:
         target = await read_json(context, request, msgspec.json.Decoder(AliasTarget))
@@ -52,7 +53,8 @@ def router(context: Context) -> APIRouter:
         return _aliases(await _set_alias(request, None))
 
     async def _set_alias(request: Request, version: str | None) -> Route:
-        return await context.registrar.set_alias(request.path_params["model"], request.path_params["alias"], version)
+        model, alias = request.path_params["model"], request.path_params["alias"]
+        return await context.registrar.set_alias(caller_of(request), model, alias, version)
 
     registered = openapi.told(NewVersion, VersionEntry, "model") | {"summary": "Register a version", "status_code": 201}
     routes.post(VERSIONS, **registered)(register)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from ingress import openapi
 from ingress.context import Context
 from ingress.family import Family
+from ingress.identity import caller_of, needs
 from ingress.position import HEADER
 from ingress.resumption import ROUTE, Resumption, position_of
 from shared.errors import StreamNotFound
@@ -31,7 +32,7 @@ class Ended(msgspec.Struct):
 
 def router(context: Context, families: tuple[Family, ...]) -> APIRouter:
     """The routes."""
-    routes = APIRouter()
+    routes = APIRouter(dependencies=[needs("infer")])
     stream: dict[str, Any] = {
         "summary": "Go on with a resumable stream",
         "responses": {
@@ -43,13 +44,13 @@ def router(context: Context, families: tuple[Family, ...]) -> APIRouter:
     ended = openapi.answer(Ended) | {"summary": "End a request", "openapi_extra": {"parameters": PARAMETERS}}
 
     async def resume(request: Request) -> Response:
-        return Resumption(context, families, _rid(request))
+        return Resumption(context, families, _rid(request), caller_of(request))
 
     async def cancel(request: Request) -> Response:
         rid = _rid(request)
         position = position_of(dict(request.scope["headers"]), rid)
         sequence = 0 if position is None else position.sequence
-        status = await context.dispatcher.revoke(rid, context.tenant, sequence)
+        status = await context.dispatcher.revoke(rid, caller_of(request).tenant, sequence)
         if not status:
             raise StreamNotFound(f"there is no request {rid}, or there is not any more")
         answer = Ended(rid, "cancelled" if status == b"cancelled" else "finished")

@@ -8,6 +8,7 @@ import httpx
 
 from ingress.app import build_app
 from ingress.context import Context
+from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.registrar import Registrar
 from shared.bus import Bus
@@ -23,6 +24,8 @@ def run(settings: Settings, work: Callable[[httpx.AsyncClient, Bus], Awaitable[N
         bus = await Bus.connect(settings, "test")
         try:
             await bus.ensure()
+            identities = Identities(settings.require_keys)
+            await identities.start(bus)
             context = Context(
                 settings,
                 Router(),
@@ -30,10 +33,12 @@ def run(settings: Settings, work: Callable[[httpx.AsyncClient, Bus], Awaitable[N
                 Keys(bus, settings),
                 Registrar(bus, settings),
                 lambda: True,
+                identities,
             )
             transport = httpx.ASGITransport(build_app(context))
             async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
                 await work(client, bus)
+            await identities.close()
         finally:
             await bus.close()
 

@@ -15,6 +15,7 @@ import pytest
 import uvloop
 
 from ingress.context import Context
+from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.listening import bind
 from ingress.main import serve_until
@@ -100,6 +101,9 @@ class FakeDispatcher:
     def queued(self, tenant: str) -> int:
         return self.queued_now
 
+    def queued_of_all(self) -> int:
+        return self.queued_now
+
     def version_changed(self, version: records.Version) -> None:
         self.versions.append(version)
 
@@ -167,7 +171,16 @@ class Front:
         self.bus_usable = True
         self.keys = Keys(FakeBuckets(), settings)
         registrar = Registrar(FakeBuckets(), settings)  # type: ignore[arg-type]
-        self.context = Context(settings, self.router, self.dispatcher, self.keys, registrar, lambda: self.bus_usable)  # type: ignore[arg-type]
+        self.identities = Identities(settings.require_keys)
+        self.context = Context(
+            settings,
+            self.router,
+            self.dispatcher,  # type: ignore[arg-type]
+            self.keys,
+            registrar,
+            lambda: self.bus_usable,
+            self.identities,
+        )
         self._bound = bind(settings)
         self.port: int = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -40,8 +40,9 @@ def test_other_hosts_are_let_in_only_on_purpose(host: str, insecure: bool, allow
     if allowed:
         check_address(settings)
         return
-    with pytest.raises(SettingsError, match="HEADRACE_INSECURE"):
+    with pytest.raises(SettingsError, match=r"HEADRACE_REQUIRE_KEYS.*HEADRACE_INSECURE"):
         check_address(settings)
+    check_address(Settings(http_host=host, require_keys=True))
 
 
 def test_a_taken_port_is_named() -> None:
