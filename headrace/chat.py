@@ -12,13 +12,14 @@ from shared.errors import HeadraceError, Unavailable, by_code
 CONNECT_TIMEOUT_S = 5.0
 
 
-def chat(url: str, model: str, message: str | None, sampling: dict[str, Any]) -> None:
-    """Answer `message`, or talk until Ctrl-D. `sampling` goes into each request as it is.
+def chat(url: str, model: str, message: str | None, sampling: dict[str, Any], key: str | None) -> None:
+    """Answer `message`, or talk until Ctrl-D. `sampling` goes into each request as it is; `key` is an API key.
 
     Raises HeadraceError when a single answer cannot be had.
     """
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    with httpx.Client(base_url=url, timeout=timeout) as client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, timeout=timeout, headers=headers) as client:
         if message is not None or not sys.stdin.isatty():
             text = message if message is not None else sys.stdin.read()
             _answer(client, model, [{"role": "user", "content": text}], sampling)

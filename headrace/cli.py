@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from headrace import deployments, dlq, models, routes
-from headrace.globals import Globals
+from headrace import audit, deployments, dlq, models, routes, tenants
+from headrace.globals import API_KEY, Globals, hide_key
 from headrace.stack.state import StackError
 from shared.errors import HeadraceError
 from shared.settings import SettingsError
@@ -24,6 +24,8 @@ app.command()(deployments.rollback)
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(routes.app, name="routes")
 app.add_typer(dlq.app, name="dlq")
+app.add_typer(tenants.app, name="tenants")
+app.command()(audit.audit)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 Scenario = Annotated[Path, typer.Argument(metavar="SCENARIO.toml", exists=True, dir_okay=False)]
@@ -50,8 +52,12 @@ def options(
         str | None, typer.Option(metavar="DIR", envvar="HEADRACE_DATA", help="The data directory (default .headrace).")
     ] = None,
     url: Annotated[str | None, typer.Option(metavar="URL", help="An ingress, instead of the local stack's.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar=API_KEY, help="An API key, for commands that go to an ingress."),
+    ] = None,
 ) -> None:
-    context.obj = Globals(data, url)
+    context.obj = Globals(data, url, key)
 
 
 @app.command()
@@ -106,7 +112,7 @@ def chat(
     if message is not None and not message.strip():
         raise typer.BadParameter("there is nothing in it to answer", param_hint="--message")
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
-    talk(_globals(context).http_url(), model, message, sampling)
+    talk(_globals(context).http_url(), model, message, sampling, _globals(context).key)
 
 
 @app.command()
@@ -213,6 +219,7 @@ def server(context: typer.Context, name: Annotated[str, typer.Argument(metavar="
 
 def main() -> None:
     """Run the command line; exit status 0 done, 1 failed, 2 usage."""
+    hide_key()
     try:
         app()
     except (HeadraceError, StackError, SettingsError, OSError) as error:

@@ -50,6 +50,7 @@ async def _register(settings: Settings, report: Report) -> None:
 
 async def _push(bus: "Bus", settings: Settings, report: Report) -> None:
     from headrace.push import push
+    from shared import audit
     from shared.objects import ObjectStore
     from shared.records import STABLE
 
@@ -58,7 +59,8 @@ async def _push(bus: "Bus", settings: Settings, report: Report) -> None:
         report(f"first use: unpacking the demo model {MODEL} (20 s, more on a busy machine)")
         await asyncio.to_thread(convert, Path(directory))
         report(f"uploading {MODEL}@{VERSION} to the object store")
-        await push(bus, ObjectStore(settings), directory, MODEL, VERSION)
+        async with audit.audited(bus, audit.cli_actor(), "version.register", f"{MODEL}@{VERSION}", source="demo"):
+            await push(bus, ObjectStore(settings), directory, MODEL, VERSION)
     report(f"registered {MODEL}@{VERSION} with the alias {STABLE}")
 
 

@@ -44,7 +44,7 @@ def deploy(
     as_json: Json = False,
 ) -> None:
     """Move a model's traffic to a version, step by step; back at once if its numbers are bad."""
-    from shared import deployment_views, deployments
+    from shared import audit, deployment_views, deployments
 
     model, version = tuning.named(target)
     asked = NewDeployment(
@@ -55,7 +55,14 @@ def deploy(
         bake_seconds=bake,
         gates=gates_of(gate or []),
     )
-    made = with_bus(context, lambda bus: deployments.create(bus, asked))
+
+    async def create(bus: Any) -> Deployment:
+        async with audit.deployment(bus, audit.cli_actor(), asked) as note:
+            made = await deployments.create(bus, asked)
+            note.target = made.id
+        return made
+
+    made = with_bus(context, create)
     if watch:
         _watch(context, made.id, as_json)
     elif as_json:
@@ -170,11 +177,12 @@ async def find(bus: Any, reference: str, what: Command | None = None) -> Deploym
 
 
 def _command(context: typer.Context, reference: str, what: Command, as_json: bool) -> None:
-    from shared import deployment_views, deployments
+    from shared import audit, deployment_views, deployments
 
     async def work(bus: Any) -> tuple[Deployment, Deployment]:
         before = await find(bus, reference, what)
-        return before, await deployments.command(bus, before.id, what)
+        async with audit.command(bus, audit.cli_actor(), before, what):
+            return before, await deployments.command(bus, before.id, what)
 
     before, after = with_bus(context, work)
     if as_json:

@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import typer
@@ -14,12 +15,23 @@ from headrace.stack.state import StackError
 from shared import settings as settings_module
 from shared.settings import Settings, SettingsError
 
+if TYPE_CHECKING:
+    from shared.audit import Action
+
 T = TypeVar("T")
+
+API_KEY = "HEADRACE_API_KEY"
+KEY_OPTION = "--key"
+GLOBAL_OPTIONS = ("--data", "--url", KEY_OPTION)
 
 
 class Globals(msgspec.Struct, frozen=True):
     data_dir: str | None  # None: HEADRACE_DATA_DIR or the default
     url: str | None  # of an ingress; None: that of the running stack
+    key: str | None = None  # an API key, for an ingress
+
+    def __repr__(self) -> str:
+        return f"Globals({self.data_dir!r}, {self.url!r})"
 
     def local_settings(self) -> Settings:
         """Settings without a look at what runs."""
@@ -58,6 +70,22 @@ class Globals(msgspec.Struct, frozen=True):
         return stack.http
 
 
+def hide_key() -> None:
+    """Begin anew with an API key in the environment if it is on the command line, where every user of the host reads it."""
+    for place, word in enumerate(sys.argv[1:], 1):
+        if not word.startswith("-"):
+            if sys.argv[place - 1] in GLOBAL_OPTIONS:
+                continue
+            return  # the command, whose own options are others
+        name, equals, value = word.partition("=")
+        if name == KEY_OPTION and (equals or place + 1 < len(sys.argv)):
+            value = value if equals else sys.argv[place + 1]
+            rest = sys.argv[1:place] + sys.argv[place + (1 if equals else 2) :]
+            os.environ[API_KEY] = value
+            before = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+            os.execv(sys.executable, [*before, *rest])
+
+
 def with_bus(context: typer.Context, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
     """What `work(bus)` comes to, on a bus of the stack that the command is about. Raises StackError or Unavailable."""
     from shared.bus import Bus
@@ -72,3 +100,20 @@ def with_bus(context: typer.Context, work: Callable[[Any], Coroutine[Any, Any, T
             await bus.close()
 
     return asyncio.run(run())
+
+
+def audited(
+    context: typer.Context,
+    action: "Action",
+    target: str,
+    work: Callable[[Any], Coroutine[Any, Any, T]],
+    **detail: Any,
+) -> T:
+    """`with_bus`, for what is to be in the audit log."""
+    from shared import audit
+
+    async def run(bus: Any) -> T:
+        async with audit.audited(bus, audit.cli_actor(), action, target, **detail):
+            return await work(bus)
+
+    return with_bus(context, run)

@@ -1,13 +1,16 @@
 """`headrace models`: push, list, show, alias, set, decisions, rm, gc."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from headrace import tuning
-from headrace.globals import Globals, with_bus
+from headrace.globals import Globals, audited, with_bus
 from shared.records import REPLICAS_MAX
+
+if TYPE_CHECKING:
+    from shared.audit import Action
 
 app = typer.Typer(help="Register and look at models, on the stack of --data.", no_args_is_help=True)
 
@@ -80,7 +83,11 @@ def alias(
 
     if (version is None) != delete:
         raise typer.BadParameter("give a VERSION, or --delete")
-    route = with_bus(context, lambda bus: registry.set_alias(bus, model, name, version))
+    action: Action = "alias.remove" if delete else "alias.set"
+    given = {} if version is None else {"version": version}
+    route = audited(
+        context, action, f"{model}@{name}", lambda bus: registry.set_alias(bus, model, name, version), **given
+    )
     for alias_name, target in sorted(route.aliases.items()):
         print(f"{model}@{alias_name} -> {target}")
 
@@ -110,7 +117,7 @@ def rm(
             for removed in await registry.remove(bus, model, version or None)
         ]
 
-    for removed, deleted in with_bus(context, work):
+    for removed, deleted in audited(context, "version.remove", reference, work):
         print(f"removed {removed.model}@{removed.version}{_freed(deleted)}")
 
 

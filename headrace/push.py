@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from headrace import gguf, packing
 from headrace.packing import OnProgress
-from shared import blobs, config, manifests, registry
+from shared import audit, blobs, config, manifests, registry
 from shared.bus import Bus
 from shared.errors import BadRequest, Unavailable
 from shared.manifests import Manifest
@@ -121,17 +121,19 @@ def push_version(
     async def run(on_progress: OnProgress) -> Version:
         bus = await Bus.connect(settings, "push")
         try:
-            pushed = await push(
-                bus,
-                ObjectStore(settings),
-                source,
-                model,
-                version,
-                engine=engine,
-                limits=limits,
-                max_model_len=max_model_len,
-                on_progress=on_progress,
-            )
+            target = f"{model}@{version}"
+            async with audit.audited(bus, audit.cli_actor(), "version.register", target, source=source):
+                pushed = await push(
+                    bus,
+                    ObjectStore(settings),
+                    source,
+                    model,
+                    version,
+                    engine=engine,
+                    limits=limits,
+                    max_model_len=max_model_len,
+                    on_progress=on_progress,
+                )
             if available_within_s:
                 pushed = await registry.wait_available(bus, model, version, available_within_s)
             return pushed

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.globals import with_bus
+from headrace.globals import audited, with_bus
 from shared.records import DAYS, EngineSettings, ScalingDecision, Version, VersionLimits
 
 WINDOW = re.compile(r"(?:(?P<days>[a-z,-]+) )?(?P<from>\d\d:\d\d)-(?P<to>\d\d:\d\d)=(?P<min>\d+)")
@@ -60,7 +60,10 @@ def set_(
         (limits if name in VersionLimits.__struct_fields__ else engine)[name] = None
     if not limits and not engine:
         raise typer.BadParameter("give something to change")
-    record = with_bus(context, lambda bus: set_config(bus, model, version, limits, engine))
+    detail = {"limits": limits, "engine": engine}
+    record = audited(
+        context, "version.change", target, lambda bus: set_config(bus, model, version, limits, engine), **detail
+    )
     print("\n".join(config_lines(record)))
 
 
