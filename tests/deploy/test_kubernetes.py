@@ -90,7 +90,8 @@ def test_every_variable_is_a_setting_and_every_value_fits_it() -> None:
     assert secret["stringData"].keys() <= names
     assert set(secret["stringData"].values()) == {"REPLACE-ME"}
     assert settings_of("headrace-controller").scaler == "kubernetes"
-    assert settings_of("headrace-ingress").insecure
+    assert settings_of("headrace-ingress").require_keys
+    assert not settings_of("headrace-ingress").insecure
     assert settings_of("headrace-worker").nats_replicas == of_kind("StatefulSet")["headrace-nats"]["spec"]["replicas"]
 
 
