@@ -34,15 +34,8 @@ class KeyValue(Streams):
 
     async def kv_get(self, bucket: str, key: str) -> tuple[bytes, int] | None:
         """(value, revision), or None when the key is not there."""
-        try:
-            found = (await self.api(f"STREAM.MSG.GET.KV_{bucket}", {"last_by_subj": f"$KV.{bucket}.{key}"}))["message"]
-        except ApiError as error:
-            if error.err_code in NOT_FOUND:
-                return None
-            raise
-        if OPERATION.encode() in base64.b64decode(found.get("hdrs", "")):
-            return None
-        return base64.b64decode(found.get("data", "")), int(found["seq"])
+        value, revision = await self._kv_last(bucket, key)
+        return None if value is None else (value, revision)
 
     async def kv_put(self, bucket: str, key: str, value: bytes) -> int:
         """Write, whatever is there; the new revision."""
@@ -51,10 +44,10 @@ class KeyValue(Streams):
     async def kv_create(self, bucket: str, key: str, value: bytes) -> int | None:
         """Write if the key is not there; None when it is."""
         revision = await self.kv_update(bucket, key, value, 0)
-        if revision is None and await self.kv_get(bucket, key) is None:  # a delete marker is its last entry
-            found = await self.api(f"STREAM.MSG.GET.KV_{bucket}", {"last_by_subj": f"$KV.{bucket}.{key}"})
-            return await self.kv_update(bucket, key, value, int(found["message"]["seq"]))
-        return revision
+        if revision is not None:
+            return revision
+        last, at = await self._kv_last(bucket, key)
+        return await self.kv_update(bucket, key, value, at) if last is None else None  # over the mark of a deletion
 
     async def kv_update(self, bucket: str, key: str, value: bytes, revision: int) -> int | None:
         """Write if the key's revision is still `revision` (0: not there); None when it is not."""
@@ -92,6 +85,17 @@ class KeyValue(Streams):
                 values.append(found.data)
             sequence = found.seq + 1
         return values
+
+    async def _kv_last(self, bucket: str, key: str) -> tuple[bytes | None, int]:
+        """The key's value, None when it is not there, and the revision that says so, 0 when there never was one."""
+        try:
+            found = (await self.api(f"STREAM.MSG.GET.KV_{bucket}", {"last_by_subj": f"$KV.{bucket}.{key}"}))["message"]
+        except ApiError as error:
+            if error.err_code in NOT_FOUND:
+                return None, 0
+            raise
+        deleted = OPERATION.encode() in base64.b64decode(found.get("hdrs", ""))
+        return None if deleted else base64.b64decode(found.get("data", "")), int(found["seq"])
 
     async def _kv_write(self, bucket: str, key: str, value: bytes, headers: dict[str, str]) -> int:
         bus: Any = self

@@ -167,6 +167,22 @@ def test_key_value_compare_and_set(nats_server: Any) -> None:
     with_bus(Settings(nats_url=nats_server.url), work)
 
 
+def test_of_many_that_create_a_deleted_key_at_once_one_does(nats_server: Any) -> None:
+    async def work(bus: Bus) -> None:
+        bucket = subjects.MODELS_BUCKET
+        for number in range(20):
+            assert await bus.kv_create(bucket, "again", b"before") is not None
+            await bus.kv_delete(bucket, "again")
+            created = await asyncio.gather(*(bus.kv_create(bucket, "again", b"%d" % each) for each in range(20)))
+            winners = [b"%d" % each for each, revision in enumerate(created) if revision is not None]
+            found = await bus.kv_get(bucket, "again")
+            assert found is not None
+            assert winners == [found[0]], number
+            await bus.kv_delete(bucket, "again")
+
+    with_bus(Settings(nats_url=nats_server.url), work)
+
+
 def test_a_watch_tells_what_is_there_what_changes_and_survives_a_restart(nats_server: Any) -> None:
     async def work(bus: Bus) -> None:
         bucket = subjects.ROUTES_BUCKET
