@@ -151,7 +151,11 @@ class Rollouts:
     ) -> None:
         """Move what can be moved, and write the routes that follow. While the bus is away that waits."""
         try:
-            for each in self._last_of_models().values():
+            last = self._last_of_models()
+            for each in self._going():
+                if each.id != last[each.model].id:  # its rollback and the next one's creation met: it still has to end
+                    await self._move(each, self._facts(each, known, members, records), members)
+            for each in last.values():
                 route = self._routes.get(each.model)
                 if route is not None and rollouts.is_newer(each, route) and self._leader.leads:
                     await deployments.apply_route(self._bus, each)

@@ -1,5 +1,6 @@
 """Creating and commanding deployments, and writing the routes that follow: for the CLI, the ingress and the controller."""
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from shared.errors import (
     DeploymentActive,
     DeploymentNotFound,
     DeploymentState,
+    Internal,
     ModelNotFound,
     Unavailable,
     VersionFailed,
@@ -29,6 +31,8 @@ async def create(bus: "Bus", asked: NewDeployment) -> Deployment:
     Raises BadRequest, ModelNotFound, VersionNotFound, VersionRetired, VersionFailed, DeploymentActive (the model has one that
     goes on) or Unavailable.
     """
+    asked = rollouts.checked(asked)
+    registry.check_names(asked.model, asked.version)
     record = await registry.find_version(bus, asked.model, asked.version)
     route = await registry.find_route(bus, asked.model)
     if route is None:
@@ -51,9 +55,9 @@ async def create(bus: "Bus", asked: NewDeployment) -> Deployment:
         route = await registry.find_route(bus, asked.model)
         if route is None or len(route.weights) != 1:
             raise ModelNotFound(f"{asked.model} has no version that has all its traffic", param="model")
-        last = max((rollouts.number_of(each.id) for each in known), default=0)
-        wanted = rollouts.plan_of(asked, rollouts.id_of(last + 1), route.weights[0].version, time.time())
-        key = subjects.key(wanted.id)
+        id_ = rollouts.id_of(await _last_number(bus) + 1)
+        wanted = rollouts.plan_of(asked, id_, route.weights[0].version, time.time())
+        key = subjects.key(id_)
         if await bus.kv_create(subjects.DEPLOYMENTS_BUCKET, key, rollouts.encode(wanted)) is not None:
             return wanted
     raise Unavailable("other deployments were created with every try to create this one")
@@ -98,6 +102,19 @@ async def list_deployments(bus: "Bus", model: str | None = None) -> list[Deploym
     return sorted(chosen, key=lambda each: rollouts.number_of(each.id))
 
 
+async def _last_number(bus: "Bus") -> int:
+    """Of the last deployment that there was: those that were deleted, or cannot be read, keep their numbers."""
+    numbers = [0]
+
+    def on_change(key: str, value: bytes | None) -> None:
+        with contextlib.suppress(Internal):  # somebody else's key
+            numbers.append(rollouts.number_of(subjects.names_of(key)[0]))
+
+    watch = await bus.watch(subjects.DEPLOYMENTS_BUCKET, on_change)
+    await watch.close()
+    return max(numbers)
+
+
 async def write(bus: "Bus", deployment: Deployment, revision: int) -> bool:
     """Write a change; False when somebody else was faster."""
     key = subjects.key(deployment.id)
@@ -125,7 +142,9 @@ async def apply_route(bus: "Bus", deployment: Deployment) -> None:
 async def _check_last(bus: "Bus", deployment: Deployment) -> None:
     route = await registry.find_route(bus, deployment.model)
     moved = route is not None and [weight.version for weight in route.weights] != [deployment.version]
-    if route is None or moved or route.deployment != deployment.id:
+    number = rollouts.number_of(deployment.id)
+    later = [each for each in await list_deployments(bus, deployment.model) if rollouts.number_of(each.id) > number]
+    if route is None or moved or route.deployment != deployment.id or later:  # whose route may not be written yet
         raise DeploymentState(
             f"{deployment.id} was promoted, and others came after it: "
             f"deploy {deployment.model}@{deployment.stable} with the strategy `immediate`"

@@ -28,6 +28,7 @@ Command = Literal["rollback", "pause", "resume", "promote"]
 
 Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+NUMBER_MAX = 1e9  # ratios and milliseconds: JSON has no infinity
 
 
 class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,9 +53,9 @@ class RateGate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LatencyGate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A 99th percentile. Breached when it is surely more than `ratio_max` times stable's + `slack_ms`, or than `max_ms`."""
 
-    ratio_max: Annotated[float, Meta(ge=1)] | None = 1.5
-    slack_ms: Annotated[float, Meta(ge=0)] = 5.0
-    max_ms: Annotated[float, Meta(gt=0)] | None = None
+    ratio_max: Annotated[float, Meta(ge=1, le=NUMBER_MAX)] | None = 1.5
+    slack_ms: Annotated[float, Meta(ge=0, le=NUMBER_MAX)] = 5.0
+    max_ms: Annotated[float, Meta(gt=0, le=NUMBER_MAX)] | None = None
 
 
 class RefusalGate(RateGate, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,12 +63,12 @@ class RefusalGate(RateGate, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class TtftGate(LatencyGate, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    slack_ms: Annotated[float, Meta(ge=0)] = 50.0
+    slack_ms: Annotated[float, Meta(ge=0, le=NUMBER_MAX)] = 50.0
 
 
 class TpotGate(LatencyGate, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    ratio_max: Annotated[float, Meta(ge=1)] | None = 1.25
-    slack_ms: Annotated[float, Meta(ge=0)] = 2.0
+    ratio_max: Annotated[float, Meta(ge=1, le=NUMBER_MAX)] | None = 1.25
+    slack_ms: Annotated[float, Meta(ge=0, le=NUMBER_MAX)] = 2.0
 
 
 class Gates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,6 +183,16 @@ DEFAULT_STEPS: dict[Strategy, tuple[Step, ...]] = {
     "immediate": (Step(pct=100, soak_seconds=0.0, requests_min=0),),
 }
 DEFAULT_BAKE_S: dict[Strategy, float] = {"canary": 120.0, "ramp": 120.0, "blue_green": 300.0, "immediate": 0.0}
+
+
+def checked(asked: NewDeployment) -> NewDeployment:
+    """What is asked for, as it was: a struct that was made in Python has not met its own bounds. Raises BadRequest."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(asked), NewDeployment)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        param = path.rstrip("`") or None
+        raise BadRequest(f"{param}: {what}" if param else what, param=param) from None
 
 
 def plan_of(asked: NewDeployment, id_: str, stable: str, now: float) -> Deployment:

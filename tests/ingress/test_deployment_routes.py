@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from shared import deployments, records, registry, rollouts, subjects
 from shared.bus import Bus
+from shared.errors import BadRequest
 from shared.records import ALL_TRAFFIC, Version, VersionLimits, Weight
-from shared.rollouts import Finding, Progress, VersionProgress, noted
+from shared.rollouts import Finding, Gates, NewDeployment, Progress, Step, TpotGate, VersionProgress, noted
 from shared.router import Router
 from shared.settings import Settings
 
@@ -124,6 +125,10 @@ def test_what_cannot_be_rolled_out_is_refused_with_its_code(settings: Settings, 
             ({"steps": [{"pct": 5}]}, "steps"),
             ({"gates": {"error_rate": {"ratio_max": 2}}}, "gates.error_rate"),
             ({"version": "v1"}, "version"),
+            ({"version": ""}, "version"),
+            ({"version": "v" * 5000}, "version"),
+            ({"model": ""}, "model"),
+            ({"gates": {"ttft_p99": {"ratio_max": 1e308}}}, "gates.ttft_p99.ratio_max"),
         ):
             assert await refused(**body) == (400, "invalid_request", param), body
         assert refusal(await client.post("/v1/deployments", content=b"{")) == (400, "invalid_request", None)
@@ -141,6 +146,60 @@ def test_what_cannot_be_rolled_out_is_refused_with_its_code(settings: Settings, 
         assert refusal(await client.post(f"{path}/resume"))[:2] == (409, "deployment_state")
         assert (await client.post(f"{path}/explode")).status_code == 404
         assert (await client.delete(path)).status_code == 405
+
+    run(settings, work)
+
+
+def test_a_deployment_made_in_python_has_the_same_bounds(settings: Settings, model: str) -> None:
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        await push(bus, model, "v1")
+        await push(bus, model, "v2")
+        plain = NewDeployment(model=model, version="v2")
+        tpot = Gates(tpot_p99=TpotGate(ratio_max=float("inf")))
+        for asked, param in (
+            (replace(plain, steps=(Step(pct=100, soak_seconds=1e9),)), "steps[0].soak_seconds"),
+            (replace(plain, bake_seconds=1e12), "bake_seconds"),
+            (replace(plain, gates=tpot), "gates.tpot_p99.ratio_max"),
+        ):
+            with pytest.raises(BadRequest) as refused:
+                await deployments.create(bus, asked)
+            assert refused.value.param == param
+        assert await deployments.list_deployments(bus, model) == []
+
+    run(settings, work)
+
+
+def test_a_number_is_given_once(settings: Settings, model: str) -> None:
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        await push(bus, model, "v1")
+        await push(bus, model, "v2")
+        first = await deployments.create(bus, NewDeployment(model=model, version="v2"))
+        await bus.kv_delete(subjects.DEPLOYMENTS_BUCKET, subjects.key(first.id))
+        second = await deployments.create(bus, NewDeployment(model=model, version="v2"))
+        assert rollouts.number_of(second.id) > rollouts.number_of(first.id)
+        await bus.kv_put(subjects.DEPLOYMENTS_BUCKET, subjects.key(second.id), b"what a newer Headrace writes")
+        third = await deployments.create(bus, NewDeployment(model=model, version="v2"))
+        assert rollouts.number_of(third.id) > rollouts.number_of(second.id)
+        await bus.kv_delete(subjects.DEPLOYMENTS_BUCKET, subjects.key(second.id))
+
+    run(settings, work)
+
+
+def test_what_was_promoted_stays_once_the_next_one_is_created(settings: Settings, model: str) -> None:
+    """Before any controller has written the route of the next one, too."""
+
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        for version in ("v1", "v2", "v3"):
+            await push(bus, model, version)
+        made = await deployments.create(bus, NewDeployment(model=model, version="v2", strategy="immediate"))
+        await move(bus, made.id, "promoted")
+        found = await deployments.find(bus, made.id)
+        assert found is not None
+        await deployments.apply_route(bus, found[0])
+        later = await client.post("/v1/deployments", json={"model": model, "version": "v3"})
+        assert (later.status_code, later.json()["stable"]) == (202, "v2")
+        answer = await client.post(f"/v1/deployments/{made.id}/rollback")
+        assert refusal(answer)[:2] == (409, "deployment_state")
 
     run(settings, work)
 
