@@ -205,6 +205,8 @@ def _trouble(deployment: Deployment, facts: Facts) -> tuple[str, list[Finding]]:
     name = f"{deployment.model}@{deployment.version}"
     if facts.state in ("failed", "retired", "deleted"):
         return f"{name} is {facts.state}{f': {facts.state_reason}' if facts.state_reason else ''}", []
+    if facts.replicas_max == 0:
+        return f"{name} has max_replicas 0: no worker can serve it", []
     if deployment.hurried:
         return "", []
     most = deployment.gates.crashes_max

@@ -128,6 +128,7 @@ def test_what_is_waited_for_is_waited_for(state: str, now_s: float, seen: dict[s
     ("seen", "reason"),
     [
         ({"state": "failed", "state_reason": "no such file"}, "chat@v2 is failed: no such file"),
+        ({"replicas_max": 0}, "chat@v2 has max_replicas 0: no worker can serve it"),
         ({"state": "deleted"}, "chat@v2 is deleted"),
         (
             {"crashes": 2, "last_crash": "exit code 9"},

@@ -262,7 +262,17 @@ def test_the_document_describes_the_routes(settings: Settings) -> None:
         assert [parameter["name"] for parameter in listed["parameters"]] == ["model"]
         for command in ("rollback", "pause", "resume", "promote"):
             assert "post" in document["paths"][f"/v1/deployments/{{deployment_id}}/{command}"]
-        for name in ("Step", "Gates", "RateGate", "TtftGate", "TpotGate", "Event", "Finding", "Progress", "DeploymentDetail"):
+        for name in (
+            "Step",
+            "Gates",
+            "RateGate",
+            "TtftGate",
+            "TpotGate",
+            "Event",
+            "Finding",
+            "Progress",
+            "DeploymentDetail",
+        ):
             assert name in document["components"]["schemas"]
 
     run(settings, work)
