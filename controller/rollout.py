@@ -18,7 +18,7 @@ from controller.fleet import Member
 from controller.gates import Window, judge
 from controller.tallies import Counted
 from shared.records import ALL_TRAFFIC, Version
-from shared.rollouts import Deployment, Finding, Step, noted
+from shared.rollouts import Deployment, Finding, Step, noted, reason_of_rollback
 from shared.tally import Tally
 
 PASSED = "gates passed"
@@ -138,7 +138,7 @@ def advance(deployment: Deployment, facts: Facts, now: float) -> Deployment:
     if deployment.state == "rolling_back":
         left_alone = facts.workers == 0 and now - deployment.since >= LINGER_S
         if facts.open_requests == 0 or left_alone:
-            return noted(deployment, "rolled_back", "it has no traffic, and nothing of it runs", now)
+            return noted(deployment, "rolled_back", reason_of_rollback(deployment), now)
         return deployment
     trouble, evidence = _trouble(deployment, facts)
     if trouble:
@@ -148,9 +148,9 @@ def advance(deployment: Deployment, facts: Facts, now: float) -> Deployment:
             if deployment.strategy == "immediate":
                 return noted(deployment, "promoted", "immediate: nothing is waited for", now)
             first = replicas_for(facts, deployment.steps[0].basis_points)
-            return noted(deployment, "warming", f"{first} workers are to be loaded before any traffic", now)
+            return noted(deployment, "warming", f"workers to be loaded before any traffic: {first}", now)
         case "warming" if facts.active >= replicas_for(facts, deployment.steps[0].basis_points):
-            return noted(deployment, "stepping", f"{facts.active} workers serve", now, step=0)
+            return noted(deployment, "stepping", f"workers that serve: {facts.active}", now, step=0)
         case "stepping" if not waits_for(deployment, facts, now):
             found = [] if deployment.hurried else findings(deployment, facts)
             reason = "promoted by hand" if deployment.hurried else PASSED

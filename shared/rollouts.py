@@ -198,8 +198,8 @@ def checked(asked: NewDeployment) -> NewDeployment:
 def plan_of(asked: NewDeployment, id_: str, stable: str, now: float) -> Deployment:
     """The deployment that is asked for, about to begin; `now` in unix seconds. Raises BadRequest."""
     steps = asked.steps or DEFAULT_STEPS[asked.strategy]
-    if asked.steps and asked.strategy in ("blue_green", "immediate"):
-        raise BadRequest(f"steps: {asked.strategy} has none", param="steps")
+    if asked.steps and (asked.strategy == "immediate" or (asked.strategy == "blue_green" and len(steps) > 1)):
+        raise BadRequest(f"steps: {asked.strategy} gives all the traffic at once", param="steps")
     if asked.version == stable:
         raise BadRequest(f"{asked.model}@{stable} has all the traffic already", param="version")
     shares = [step.basis_points for step in steps]
