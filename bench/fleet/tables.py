@@ -56,8 +56,9 @@ RUNS = {
     "reference": (
         Run("reference", 98),
         Run("reference", 99),
-        Run("reference-fp16", 160),
-        Run("reference-fp16", 168, seconds=120),
+        Run("reference-fp16", 162),
+        Run("reference-fp16", 163),
+        Run("reference-fp16", 168),
     ),
     "trouble": (
         Run("burst"),
