@@ -28,8 +28,7 @@ class Exit(Struct, frozen=True, kw_only=True):
             how = f"the worker was ended by signal {-self.code} ({signal.strsignal(-self.code)})"
         else:
             how = f"the worker exited with code {self.code}"
-        told = self.last_line and self.code != -signal.SIGKILL  # who is killed has no last words: the line is older
-        return f"{how}: {self.last_line}" if told else how
+        return f"{how}: {self.last_line}" if self.last_line else how
 
 
 class Failure(Struct, frozen=True, kw_only=True):
