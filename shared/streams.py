@@ -202,22 +202,31 @@ class Streams:
                 "num_replicas": settings.nats_replicas,
             }
         )
-        await self._ensure_stream(
-            {
-                "name": subjects.AUDIT_STREAM,
-                "subjects": [subjects.AUDIT_SUBJECTS],
-                "retention": "limits",
-                "storage": "file",
-                "max_age": int(settings.audit_kept_s * SECOND),
-                "max_bytes": settings.audit_bytes_max,
-                "num_replicas": settings.nats_replicas,
-            }
-        )
         for bucket in _buckets(settings):
             await self._ensure_stream(bucket.config(settings.nats_replicas))
+        await self._ensure_audit()
         if not self._keeps_leases:
             self._keeps_leases = True
             self.on_reconnect(self._keep_leases)
+
+    async def _ensure_audit(self) -> None:
+        """The last one: where the disk has no room for it, everything but the audit log works."""
+        settings = self.settings
+        config = {
+            "name": subjects.AUDIT_STREAM,
+            "subjects": [subjects.AUDIT_SUBJECTS],
+            "retention": "limits",
+            "storage": "file",
+            "max_age": int(settings.audit_kept_s * SECOND),
+            "max_bytes": settings.audit_bytes_max,
+            "num_replicas": settings.nats_replicas,
+        }
+        try:
+            await self._ensure_stream(config)
+        except ApiError as error:
+            if error.err_code not in NO_ROOM:
+                raise
+            log.warning("there is no room for the audit log: what is changed is not recorded: %s", error.message)
 
     def _keep_leases(self) -> None:
         """Buckets in the memory of a single server are gone when it was restarted."""
