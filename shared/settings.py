@@ -63,7 +63,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     generation_deadline_s: float = 600.0
     prompt_bytes_per_token_max: int = 16  # more bytes than this times the model's length are refused at once
     tenant_queue_max: int = 1000  # published and not yet accepted, per tenant and ingress
-    tenant_burst: int = 32  # of one of weight 1, over all ingresses: with more waiting it has to take turns
     choices_max: int = 16
     prompts_max: int = 64  # of one request
     stop_strings_max: int = 4
@@ -99,7 +98,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     req_consumers_max: int = 5000
     audit_kept_s: float = 90 * 86_400.0  # entries of the audit log
     audit_bytes_max: int = 256 * MIB  # more drop the oldest
-    fair_consumer_idle_s: float = 300.0  # the consumer of a tenant's backlog goes away after so long without use
     publish_timeout_s: float = 15.0  # an election of a stream's leader takes up to 10
 
     # the worker

@@ -15,18 +15,14 @@ from shared.errors import EngineFailed, HeadraceError, Unavailable
 from shared.pull import Puller
 from shared.records import Lease, Version
 from shared.settings import Settings
-from shared.shares import TenantShares
 from shared.streams import delivery_of
 from shared.wire import Malformed
 from workers.claims import Abort, Ack, Action, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
-from workers.engine.fairness import OUTPUT_COST, PROMPT_COST
-from workers.engine.request import Engine, EngineRequest, TenantLimits, TokenEvent
-from workers.fair import FairPuller
+from workers.engine.request import Engine, EngineRequest, TokenEvent
 from workers.handback import HandBack, free_slots
 from workers.metrics import WorkerMetrics
 from workers.observer import RunObserver
 from workers.replier import Replier
-from workers.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +51,9 @@ class WorkerServer:
         engine: Engine,
         metrics: WorkerMetrics,
         on_first_token: Callable[[float], None],
-        shares: TenantShares | None = None,
     ) -> None:
         self._bus, self._settings, self._version, self._worker = bus, settings, version, worker
-        self._engine, self._metrics, self._shares = engine, metrics, shares or TenantShares()
+        self._engine, self._metrics = engine, metrics
         self._observer = RunObserver(metrics, on_first_token)
         self._table = ClaimTable(
             worker,
@@ -73,21 +68,7 @@ class WorkerServer:
         consumer = subjects.consumer(
             subjects.LANE_FAST, subjects.requests_of_lane(version.model, version.version, subjects.LANE_FAST)
         )
-        self._puller = Puller(bus, subjects.REQ_STREAM, consumer, self._free, self._on_fast)
-        slots = engine.info.slots
-        self._hold_max = max(1, slots - int(slots * version.engine.slots_reserved_fraction))
-        self._turns = Turns(self._hold_max)
-        self._fair = FairPuller(
-            bus,
-            version,
-            self._turns,
-            self._free,
-            self._puller.quiet_s,
-            self._table.of_lane_fair,
-            self._share,
-            self._on_message,
-        )
-        self._submitted = 0  # runs
+        self._puller = Puller(bus, subjects.REQ_STREAM, consumer, self._free, self._on_message)
         self._handback = HandBack(
             lambda: bus.consumer_info(subjects.REQ_STREAM, consumer),
             lambda: self._puller.open,
@@ -117,19 +98,15 @@ class WorkerServer:
     async def claim(self) -> None:
         """Take requests from now on."""
         await self._puller.start()
-        await self._fair.start()
 
     async def rest(self) -> None:
         """Take no more requests until the next `claim`; those that are held go on."""
-        await self._stop_claiming()
-
-    async def _stop_claiming(self) -> None:
-        await asyncio.gather(self._puller.stop(), self._fair.stop())
+        await self._puller.stop()
 
     async def drain(self) -> None:
         """Claim no more; let what is claimed finish within the drain budget; hand back the rest."""
         self._table.drain()
-        await self._stop_claiming()
+        await self._puller.stop()
         budget_s = self._settings.drain_budget_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(budget_s - min(HAND_BACK_S, budget_s / 10)):
@@ -147,7 +124,7 @@ class WorkerServer:
         for task in [*self._loops, *self._preparing.values()]:
             task.cancel()
         await asyncio.gather(*self._loops, *self._preparing.values(), *self._background, return_exceptions=True)
-        await self._stop_claiming()
+        await self._puller.stop()
         await self._replier.stop()
         await self._flush()
         await asyncio.to_thread(self._engine.stop)
@@ -171,7 +148,7 @@ class WorkerServer:
         self._silent = True
         for task in self._loops:
             task.cancel()
-        await self._stop_claiming()
+        await self._puller.stop()
         self._act(self._table.abandon())
         await self._flush()
 
@@ -188,25 +165,7 @@ class WorkerServer:
 
     def _free(self) -> int:
         table, engine = self._table, self._engine
-        full = engine.blocked or table.draining
-        return free_slots(engine.info.slots, self._hold_max, table.holding_of, full)
-
-    def _share(self, credit: int) -> list[tuple[str, int]]:
-        """Whose backlog to take so many requests from. The engine is told who has one."""
-        limits = {tenant: self._limits(tenant) for tenant in self._turns.tenants}
-        standings = self._engine.standings(limits)
-        if not credit or not limits:
-            return []
-        stats = self._engine.stats()
-        service = (PROMPT_COST * stats.prompt_tokens + OUTPUT_COST * stats.generated_tokens) / max(1, self._submitted)
-        return self._turns.share(credit, self._table.holding_of, standings, limits, max(1.0, service))
-
-    def _limits(self, tenant: str) -> TenantLimits:
-        return TenantLimits(weight=self._shares.weight(tenant), priority=self._shares.priority(tenant))
-
-    def _on_fast(self, message: Message) -> None:
-        self._fair.fast_claimed()
-        self._on_message(message)
+        return free_slots(engine.info.slots, table.holding, engine.blocked or table.draining)
 
     def _on_message(self, message: Message) -> None:
         if "Nats-Marker-Reason" in message.headers:  # a marker that a message expired is not a request
@@ -261,7 +220,6 @@ class WorkerServer:
     def _act(self, actions: list[Action]) -> None:
         if self._silent:
             actions = [action for action in actions if isinstance(action, Nak)]
-        handed_back = False
         for action in actions:
             match action:
                 case Send():
@@ -277,14 +235,10 @@ class WorkerServer:
                     self._out(action.handle, ACK)
                 case Nak():
                     self._out(action.handle, NAK)
-                    handed_back = handed_back or subjects.is_fair(action.handle)
                 case DeadLetter():
                     self._do(self._dead_letter(action))
-        if handed_back:
-            self._out(subjects.wake(self._version.model, self._version.version), b"")
         self._acted.set()
         self._puller.pump()
-        self._fair.pump()
 
     async def _prepare(self, start: Start) -> None:
         request = start.request
@@ -301,7 +255,6 @@ class WorkerServer:
         else:
             self._preparing.pop(start.run, None)
             self._observer.started(start, time.monotonic())
-            self._submitted += 1
             self._engine.submit(
                 EngineRequest(
                     key=start.run,
@@ -309,7 +262,6 @@ class WorkerServer:
                     prompt_ids=prompt_ids,
                     sampling=request.sampling,
                     prefix=start.prefix,
-                    limits=self._limits(start.tenant),
                     admit_by=self._admit_by(start),
                 )
             )
