@@ -68,7 +68,7 @@ def up(
     demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Register the demo model on first use.")] = True,
     report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Start the local stack: NATS, an object store, an ingress and a controller. Workers start with the first request."""
+    """Start the local stack: NATS, an object store, Valkey, an ingress and a controller. Workers start with a request."""
     from headrace import up as stack
 
     data = _globals(context).local_settings().data_path
@@ -207,7 +207,7 @@ def demo(context: typer.Context, report_fd: Annotated[int | None, typer.Option(h
 
 
 @app.command(hidden=True)
-def server(context: typer.Context, name: Annotated[str, typer.Argument(metavar="nats|objects")]) -> None:
+def server(context: typer.Context, name: Annotated[str, typer.Argument(metavar="nats|objects|redis")]) -> None:
     """Become one of the stack's servers, where the settings say: the Procfile's lines for other runners."""
     from headrace.stack.servers import become
 
