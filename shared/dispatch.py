@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,7 @@ class Dispatcher:
     def __init__(self, bus: Bus, settings: Settings, owner: str = subjects.INGRESS_OWNER) -> None:
         self._bus, self._settings, self._owner = bus, settings, owner
         self.unread_tokens_max = settings.unread_tokens_max
+        self.on_end: Callable[[Stream], None] | None = None  # told of each request that is over here
         self._homes = [_Home(subjects.frame_address(owner, wire.new_id()))]
         self.address = self._homes[0].address
         self._control = f"{bus.inbox}_ctl"
@@ -126,6 +127,10 @@ class Dispatcher:
     def queued(self, tenant: str) -> int:
         """Requests of a tenant that are published and that no worker has accepted yet."""
         return self._queued.get(tenant, 0)
+
+    def streams(self) -> Iterator[Stream]:
+        """Those that have not ended."""
+        return self._open()
 
     def queued_of_all(self) -> int:
         """The same of all tenants."""
@@ -450,6 +455,8 @@ class Dispatcher:
         if not stream.accepted:
             stream.accepted = True
             self._dequeue(stream)
+        if self.on_end is not None:
+            self.on_end(stream)
 
     def _dequeue(self, stream: Stream) -> None:
         self._queued[stream.tenant] -= 1
