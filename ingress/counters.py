@@ -22,7 +22,7 @@ from shared.settings import Settings, SettingsError
 log = logging.getLogger(__name__)
 
 NONE = "none"  # as a URL: there is no Redis
-CONNECT_S = 0.5
+CONNECT_S = 1.0
 PROBE_S = 0.25  # between tries to connect
 WAITS_MAX = 10  # a batch takes so many times `limit_wait_s` at most; then the connection is given up
 VAIN_MAX = 3  # calls in a row that nobody could wait for: the next ones do not wait
@@ -59,7 +59,7 @@ class Counters:
     @property
     def wait_s(self) -> float:
         """How long to wait for an answer: longer while the first connection is being made."""
-        return self._settings.limit_wait_s if self._tried else CONNECT_S
+        return self._settings.limit_wait_s if self._tried else max(CONNECT_S, self._settings.limit_wait_s)
 
     def start(self) -> None:
         """From now on calls are made. Raises SettingsError for a URL or certificates that cannot be used."""

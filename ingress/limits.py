@@ -216,9 +216,10 @@ class Limiter:
         granted = answer[0] == NONE
         for rid, hold in holds.items():
             if rid in self._holds:  # it was granted here
-                hold.counted = granted
-                if granted:
-                    self._add_part(tenant, -1, -hold.tokens)
+                hold.counted = True
+                if not granted:
+                    tenant.requests_due += 1
+                    tenant.tokens_due += hold.tokens
             elif granted:  # it was refused here, or has ended
                 tenant.requests_due -= 1
                 tenant.tokens_due -= hold.tokens
@@ -230,9 +231,11 @@ class Limiter:
 
     def _take_part(self, tenant: _Tenant, holds: dict[str, Hold], now: float) -> tuple[int, float, int]:
         """Which limit refuses, in how many seconds it would grant, and how many run here."""
-        tenant.alone = True
         requests, tokens = self._rates(tenant)
-        ingresses, running = self._peers.count(now), len(tenant.running)
+        ingresses, running = 1, len(tenant.running)
+        if not self._counters.usable:  # else Redis was asked, and will know: `_late`
+            tenant.alone = True
+            ingresses = self._peers.count(now)
         requests_s = 0.0 if requests is None else requests.cost_s(len(holds)) * ingresses
         tokens_s = 0.0 if tokens is None else tokens.cost_s(sum(each.tokens for each in holds.values())) * ingresses
         if requests is not None and (late_s := requests.late_s(tenant.requests.debt_s(now), requests_s)):
@@ -275,13 +278,8 @@ class Limiter:
             self._unsettled.add(tenant)
             return
         tenant.over.clear()  # it ends there with its lease
-        self._add_part(tenant, requests, tokens)
-
-    def _add_part(self, tenant: _Tenant, requests: int, tokens: int) -> None:
-        """Take of this ingress's part, or give back."""
-        now = time.monotonic()
+        now, counts = time.monotonic(), (requests, tokens)
         ingresses = self._peers.count(now)
-        counts = (requests, tokens)
         for rate, bucket, count in zip(self._rates(tenant), (tenant.requests, tenant.tokens), counts, strict=True):
             if rate is not None:
                 bucket.add(rate.cost_s(count) * ingresses, now)

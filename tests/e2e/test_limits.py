@@ -42,6 +42,7 @@ def ingresses(stack: Any, redis: Any, tmp_path_factory: pytest.TempPathFactory) 
         redis_url=redis.url,
         limit_burst_s=BURST_S,
         limit_lease_s=LEASE_S,
+        limit_wait_s=0.5,  # a machine that does all this at once is slow to answer
         attach_timeout_s=0.3,
     )
     started = [Ingress(settings, logs / f"{number}.log") for number in range(3)]
@@ -129,7 +130,7 @@ def test_a_limit_holds_over_three_ingresses_and_nothing_else_notices_that_redis_
     granted = sum(each.granted(start, killed) for each in asking)
     ideal = (killed - start + BURST_S) * RATE
     alone = sum(each.granted(killed, end) for each in asking)
-    alone_ideal = (end - killed) * RATE
+    alone_ideal = (end - killed) * RATE * 3 / 4  # the stack's own ingress has its part, too, and is not asked
     with capsys.disabled():
         print(
             f"\nwith Redis {granted} of {ideal:.1f} ({granted / ideal:.1%}), after its death {alone} of {alone_ideal:.1f}"
