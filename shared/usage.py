@@ -2,6 +2,7 @@
 
 A worker writes the event of a request before it acknowledges the request's message. So an event is written at least once for
 each request that is acknowledged, whoever dies; it carries the request's id, and sums count each id once.
+Where several are of one request (its claim was lost, or it moved to another version) the one that completed counts.
 """
 
 import logging
@@ -53,14 +54,15 @@ class UsageSum(Struct, kw_only=True):
     queue_seconds: float = 0.0
     gpu_seconds: float = 0.0
 
-    def add(self, event: UsageEvent) -> None:
-        self.requests += 1
-        self.completed += event.outcome == COMPLETED
-        self.prompt_tokens += event.prompt_tokens
-        self.cached_tokens += event.cached_tokens
-        self.output_tokens += event.output_tokens
-        self.queue_seconds += event.queue_s
-        self.gpu_seconds += event.gpu_s
+    def add(self, event: UsageEvent, times: int = 1) -> None:
+        """`times` -1: take it back."""
+        self.requests += times
+        self.completed += times * (event.outcome == COMPLETED)
+        self.prompt_tokens += times * event.prompt_tokens
+        self.cached_tokens += times * event.cached_tokens
+        self.output_tokens += times * event.output_tokens
+        self.queue_seconds += times * event.queue_s
+        self.gpu_seconds += times * event.gpu_s
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -89,19 +91,27 @@ class Sums:
 
     def __init__(self, by: By) -> None:
         self._key = group_key(by)
-        self._seen: set[tuple[str, str]] = set()
+        self._seen: dict[tuple[str, str], UsageEvent | None] = {}  # None: it completed, and no other one counts
         self._groups: dict[str, UsageSum] = {}
 
     def add(self, tenant: str, events: Iterable[UsageEvent]) -> None:
         for event in events:
-            if (tenant, event.id) not in self._seen:
-                self._seen.add((tenant, event.id))
-                group = self._key(tenant, event)
-                self._groups.setdefault(group, UsageSum(group=group)).add(event)
+            key, completed = (tenant, event.id), event.outcome == COMPLETED
+            if key in self._seen:
+                before = self._seen[key]
+                if before is None or not (completed or event.output_tokens > before.output_tokens):
+                    continue
+                self._group(tenant, before).add(before, -1)
+            self._seen[key] = None if completed else event
+            self._group(tenant, event).add(event)
+
+    def _group(self, tenant: str, event: UsageEvent) -> UsageSum:
+        group = self._key(tenant, event)
+        return self._groups.setdefault(group, UsageSum(group=group))
 
     def sums(self) -> list[UsageSum]:
         """By group."""
-        return [self._groups[group] for group in sorted(self._groups)]
+        return [self._groups[group] for group in sorted(self._groups) if self._groups[group].requests]
 
 
 async def query(bus: "Bus", since: float, tenant: str | None = None, by: By = "total") -> list[UsageSum]:

@@ -74,7 +74,7 @@ class Biller:
         events, self._events = self._events, {}
         handles, self._handles = self._handles, []
         messages = [
-            (subjects.usage(tenant), usage.encode(part), part[0].id if len(part) == 1 else new_id())
+            (subjects.usage(tenant), usage.encode(part), new_id())
             for tenant, each in events.items()
             for part in (each[first : first + EVENTS_MAX] for first in range(0, len(each), EVENTS_MAX))
         ]

@@ -21,7 +21,7 @@ def event(id_: str, at: float, model: str = "m", outcome: str = "completed") -> 
 def test_an_id_counts_once_for_its_tenant() -> None:
     sums = Sums("total")
     sums.add("a", [event("1", 0), event("1", 1), event("2", 2, outcome="cancelled")])
-    sums.add("a", [event("2", 3)])
+    sums.add("a", [event("2", 3, outcome="cancelled")])
     sums.add("b", [event("1", 4)])
     assert sums.sums() == [
         UsageSum(
@@ -35,6 +35,9 @@ def test_an_id_counts_once_for_its_tenant() -> None:
             gpu_seconds=0.75,
         )
     ]
+    sums.add("a", [UsageEvent("2", 9, "m", "v2", "completed", 10, 4, 7, 0.5, 0.25)])  # it ended elsewhere after all
+    sums.add("a", [event("2", 9, outcome="cancelled"), event("1", 9, outcome="cancelled")])
+    assert (sums.sums()[0].requests, sums.sums()[0].completed, sums.sums()[0].output_tokens) == (3, 3, 17)
     with pytest.raises(BadRequest, match="by: one of total, tenant, model, day"):
         Sums("hour")  # type: ignore[arg-type]
 
