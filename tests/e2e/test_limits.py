@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from headrace.stack import ports, servers
 
+from .conftest import wait_for as wait_until
 from .test_tenants import Ingress, listens, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -47,7 +48,7 @@ def ingresses(stack: Any, redis: Any, tmp_path_factory: pytest.TempPathFactory) 
     )
     started = [Ingress(settings, logs / f"{number}.log") for number in range(3)]
     for each in started:
-        wait_for(lambda url=each.url: listens(url), "an ingress is ready")
+        wait_until(lambda url=each.url: listens(url), 120, "an ingress that is ready")
     yield started
     for each in started:
         each.process.kill()
@@ -112,7 +113,9 @@ def test_a_limit_holds_over_three_ingresses_and_nothing_else_notices_that_redis_
     with httpx.Client() as client:
         for each in ingresses:
             assert ask(each.url, free, client).status_code == 200  # the worker is up
-    start = time.monotonic()
+            assert ask(each.url, limited, client).status_code == 200  # it is connected
+    start = time.monotonic() + 1
+    wait_for(lambda: time.monotonic() > start, "a full bucket")
     asking = [Asking(each.url, limited) for each in ingresses]
     beside = Asking(ingresses[0].url, free, 0.05)
     try:
@@ -127,14 +130,17 @@ def test_a_limit_holds_over_three_ingresses_and_nothing_else_notices_that_redis_
         for each in [*asking, beside]:
             each.stop()
         redis.start()
+    start = min(each.seen[0][0] for each in asking)  # until then the bucket was full
+    asked = sum(at < killed for each in asking for at, _, _ in each.seen)
     granted = sum(each.granted(start, killed) for each in asking)
     ideal = (killed - start + BURST_S) * RATE
     alone = sum(each.granted(killed, end) for each in asking)
     alone_ideal = (end - killed) * RATE * 3 / 4  # the stack's own ingress has its part, too, and is not asked
     with capsys.disabled():
         print(
-            f"\nwith Redis {granted} of {ideal:.1f} ({granted / ideal:.1%}), after its death {alone} of {alone_ideal:.1f}"
+            f"\nwith Redis {granted} of {ideal:.1f}, {asked} were asked; after its death {alone} of {alone_ideal:.1f}"
         )
+    assert asked > 1.5 * ideal, "too busy a machine to ask for more than the limit"
     assert ideal * 0.95 - 1 <= granted <= ideal * 1.01 + 1
     assert alone_ideal * 0.95 - 3 <= alone <= alone_ideal + BURST_S * RATE
     refusals = {(status, code) for each in asking for _, status, code in each.seen}
