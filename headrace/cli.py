@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import audit, deployments, dlq, models, routes, tenants
+from headrace import audit, deployments, dlq, models, routes, tenants, usage
 from headrace.globals import API_KEY, Globals, hide_key
 from headrace.stack.state import StackError
 from shared.errors import HeadraceError
@@ -26,6 +26,7 @@ app.add_typer(routes.app, name="routes")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(tenants.app, name="tenants")
 app.command()(audit.audit)
+app.command()(usage.usage)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 Scenario = Annotated[Path, typer.Argument(metavar="SCENARIO.toml", exists=True, dir_okay=False)]
@@ -68,7 +69,7 @@ def up(
     demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Register the demo model on first use.")] = True,
     report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Start the local stack: NATS, an object store, an ingress and a controller. Workers start with the first request."""
+    """Start the local stack: NATS, an object store, Valkey, an ingress and a controller. Workers start with a request."""
     from headrace import up as stack
 
     data = _globals(context).local_settings().data_path
@@ -207,7 +208,7 @@ def demo(context: typer.Context, report_fd: Annotated[int | None, typer.Option(h
 
 
 @app.command(hidden=True)
-def server(context: typer.Context, name: Annotated[str, typer.Argument(metavar="nats|objects")]) -> None:
+def server(context: typer.Context, name: Annotated[str, typer.Argument(metavar="nats|objects|redis")]) -> None:
     """Become one of the stack's servers, where the settings say: the Procfile's lines for other runners."""
     from headrace.stack.servers import become
 

@@ -1,4 +1,4 @@
-"""From a decoded body to a request that may be published: validity, then the tenant's queue. No I/O."""
+"""From a decoded body to requests that may be published: validity, and the tenant's queue. No I/O."""
 
 from collections import deque
 from typing import Protocol
@@ -57,8 +57,8 @@ class Admission:
         self._settings, self._dispatcher = settings, dispatcher
         self._rates: dict[str, QueueRate] = {}
 
-    def admit(self, rid: str, body: Body, body_bytes: int, version: Version, tenant: str, now: float) -> list[Request]:
-        """What to publish, a request for each prompt. Raises BadRequest, Unsupported, ContextLength or QueueFull."""
+    def admit(self, rid: str, body: Body, body_bytes: int, version: Version) -> list[Request]:
+        """What to publish, a request for each prompt. Raises BadRequest, Unsupported or ContextLength."""
         refuse_not_served(body)
         prompts = body.to_inputs()
         if len(prompts) > self._settings.prompts_max:
@@ -68,16 +68,16 @@ class Admission:
         samplings = [to_sampling(body, version, self._settings) for _ in prompts]  # each has a seed of its own
         for prompt in prompts:
             check_prompt_length(prompt, body_bytes, version, self._settings)
-        self.check_queue(tenant, len(prompts), now)
         rids = [rid, *(new_id() for _ in prompts[1:])]
         return [
             Request(each, version.model, version.version, prompt, sampling)
             for each, prompt, sampling in zip(rids, prompts, samplings, strict=True)
         ]
 
-    def check_queue(self, tenant: str, wanted: int, now: float) -> None:
-        """Take note of `wanted` requests of a tenant, about to be published. Raises QueueFull."""
-        queued, queued_max = self._dispatcher.queued(tenant), self._settings.tenant_queue_max
+    def check_queue(self, tenant: str, wanted: int, now: float, queue_max: int | None = None) -> None:
+        """Take note of `wanted` requests of a tenant, about to be published; `queue_max` is its own. Raises QueueFull."""
+        queued = self._dispatcher.queued(tenant)
+        queued_max = self._settings.tenant_queue_max if queue_max is None else queue_max
         rate = self._rates.setdefault(tenant, QueueRate())
         if queued + wanted > queued_max:
             raise QueueFull(

@@ -16,7 +16,7 @@ from ingress.family import Family
 from ingress.identity import OPEN_PATHS, SCOPE_KEY
 from ingress.inference import Inference
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
-from ingress.routes import deployments, health, models, registry, streams, tenants
+from ingress.routes import deployments, health, models, registry, streams, tenants, usage
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
@@ -26,6 +26,7 @@ from shared.rollouts import NewDeployment
 from shared.router import ModelEntry, VersionEntry
 from shared.tenancy import NewKey, NewTenant, Rotation, TenantChanges
 from shared.tenant_views import IssuedKey, KeyEntry, TenantEntry
+from shared.usage import UsageSum
 
 log = logging.getLogger(__name__)
 
@@ -84,13 +85,14 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(registry.router(context))
     app.include_router(deployments.router(context))
     app.include_router(tenants.router(context))
+    app.include_router(usage.router(context))
     app.include_router(models.router(context))
     app.include_router(streams.router(context, families))
     app.include_router(health.router(context))
     bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
     others = [models.ModelList, ModelEntry, VersionEntry, streams.Ended, NewVersion, AliasTarget, registry.Aliases]
     others += [Changes, VersionConfig, NewDeployment, DeploymentEntry, DeploymentDetail]
-    others += [NewTenant, TenantChanges, TenantEntry, NewKey, Rotation, KeyEntry, IssuedKey]
+    others += [UsageSum, NewTenant, TenantChanges, TenantEntry, NewKey, Rotation, KeyEntry, IssuedKey]
     openapi.install(app, [*bodies, *others])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ingress.admission import Admission
 from ingress.identity import Identities
 from ingress.keys import Keys
+from ingress.limits import Limiter
 from ingress.metrics import Metrics
 from ingress.observations import Observations
 from ingress.registrar import Registrar
@@ -42,11 +43,15 @@ class Context:
         self.bus_usable = bus_usable
         self.identities = identities
         self.admission = Admission(settings, dispatcher)
+        self.limits = Limiter(settings, lambda tenant: identities.tenant(tenant).limits, lambda: dispatcher.streams())
+        dispatcher.on_end = self.limits.ended
         self.open: set[Exchange] = set()
         self.draining = False
         self.accepting = True  # requests, in the drain too as long as its budget lasts
         self.observations = Observations(router.route)
-        self.metrics = Metrics(dispatcher.queued_of_all, lambda: len(self.open), dispatcher.totals)
+        self.metrics = Metrics(
+            dispatcher.queued_of_all, lambda: len(self.open), dispatcher.totals, lambda: self.limits.alone
+        )
 
     def check_accepting(self) -> None:
         """Raises Draining once the process is about to end."""

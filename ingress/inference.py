@@ -48,11 +48,18 @@ class Inference(Exchange):
         self._resumable = self._streamed and answers.is_true(headers.get(b"x-resumable"))
         key = headers.get(b"idempotency-key")
         if key is None:
-            await self._watched(receive, self._publish(self._admit(scope, headers, body, len(raw)), send))
+            await self._watched(receive, self._serve_once(scope, headers, body, len(raw), send))
             return
         self._detachable = True
         claim = context.keys.claim(caller.tenant, key, scope["path"].encode(), headers.get(b"x-version-pin", b""), raw)
         await self._watched(receive, self._serve_keyed(claim, scope, headers, body, len(raw), send))
+
+    async def _serve_once(
+        self, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int, send: Send
+    ) -> None:
+        admitted = self._admit(scope, headers, body, body_bytes)
+        await self._take(admitted)
+        await self._publish(admitted, send)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int) -> Admitted:
         context = self._context
@@ -61,7 +68,7 @@ class Inference(Exchange):
         resolved = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
         version = resolved.version
         self._is_of(version.model, version.version)
-        requests = context.admission.admit(self.rid, body, body_bytes, version, self._caller.tenant, self._started)
+        requests = context.admission.admit(self.rid, body, body_bytes, version)
         for request in requests:
             request.movable = resolved.by_weights
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -83,15 +90,42 @@ class Inference(Exchange):
         sampling = msgspec.structs.replace(first.sampling, n=first.sampling.n * len(requests))
         return Admitted(msgspec.structs.replace(first, sampling=sampling), framing, requests)
 
+    async def _take(self, admitted: Admitted) -> None:
+        """The last checks before the publish: the tenant's limits and its queue. Raises what they refuse with."""
+        context, tenant = self._context, self._caller.tenant
+        requests = admitted.parts or [admitted.request]
+        standing = await context.limits.take(tenant, requests)
+        if standing is not None:
+            self._extra_headers += standing.headers
+            if standing.refusal is not None:
+                raise standing.refusal
+        try:
+            queue_max = context.identities.tenant(tenant).limits.queue_max
+            context.admission.check_queue(tenant, len(requests), time.monotonic(), queue_max)
+        except QueueFull:
+            self._give_back(admitted)
+            raise
+
+    def _give_back(self, admitted: Admitted) -> None:
+        """What was taken of the tenant's limits for what was not published after all."""
+        self._context.limits.drop(each.rid for each in admitted.parts or [admitted.request])
+
     async def _publish(self, admitted: Admitted, send: Send) -> None:
         # not interrupted while publishing: the message can be deleted only once the ack told its sequence
         self._interruptible = False
         dispatcher, tenant = self._context.dispatcher, self._caller.tenant
         if admitted.parts:
-            async with submitted(dispatcher, admitted.parts, tenant) as several:
-                await self._answer(self._family, admitted, several, send)
+            try:
+                async with submitted(dispatcher, admitted.parts, tenant) as several:
+                    await self._answer(self._family, admitted, several, send)
+            finally:
+                self._give_back(admitted)  # of the ones that were not published: an earlier one was refused
             return
-        stream = await dispatcher.submit(admitted.request, tenant, resumable=self._resumable)
+        try:
+            stream = await dispatcher.submit(admitted.request, tenant, resumable=self._resumable)
+        except BaseException:
+            self._give_back(admitted)
+            raise
         await self._answer(self._family, admitted, stream, send)
 
     # -- with an idempotency key -----------------------------------------------------------------------------------------
@@ -100,17 +134,23 @@ class Inference(Exchange):
         self, claim: Claimed, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int, send: Send
     ) -> None:
         self._interruptible = False  # between the record and the message there must be no end
-        created = await claim.read() is None
-        if created:
+        admitted, created = None, False
+        if await claim.read() is None:
             admitted = self._admit(scope, headers, body, body_bytes)
             admitted.request.framing = encode_framing(admitted.framing)
-            created = await claim.create(admitted.request)
+            await self._take(admitted)
+            try:
+                created = await claim.create(admitted.request)
+            finally:
+                if not created:
+                    self._give_back(admitted)
         if not created:
             await claim.published()
             request = claim.record.request
             self.rid, self._counts = request.rid, False
             given = answers.request_id(headers.get(b"x-request-id"), self.rid)
             self._extra_headers = [(b"x-request-id", given), (b"idempotent-replayed", b"true")]
+            self._extra_headers += self._context.limits.headers(self._caller.tenant)
             self._is_of(request.model, request.version)
         try:
             await self._answer_keyed(claim, created, body, send)
@@ -118,6 +158,9 @@ class Inference(Exchange):
             if self._head_sent or claim.stream is None or not claim.stream.answered or await claim.read() is None:
                 raise
             await self._answer_keyed(claim, False, body, send)  # somebody else had the answer: it is in the record
+        finally:
+            if admitted is not None and claim.stream is None:
+                self._give_back(admitted)
 
     async def _answer_keyed(self, claim: Claimed, created: bool, body: Body, send: Send) -> None:
         context, record, tenant = self._context, claim.record, self._caller.tenant

@@ -183,6 +183,7 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         context = Context(settings, router, dispatcher, keys, registrar, usable, identities)
         lease = context.observations.keeper(bus)
         await lease.start()
+        await context.limits.start(bus)
         stop = _stop_on_signals()
         gc.collect()
         gc.freeze()  # what is loaded by now stays: full collections need not walk it
@@ -191,6 +192,7 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await watches.close()
         await identities.close()
         await dispatcher.close()
+        await context.limits.close()
         await keys.close()
     finally:
         await bus.close()

@@ -98,7 +98,11 @@ class Metrics:
     """The registry of one ingress process."""
 
     def __init__(
-        self, queued: Callable[[], float], streams_open: Callable[[], float], totals: Mapping[str, int]
+        self,
+        queued: Callable[[], float],
+        streams_open: Callable[[], float],
+        totals: Mapping[str, int],
+        limits_alone: Callable[[], float],
     ) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_Totals(totals))
@@ -142,6 +146,11 @@ class Metrics:
         self._by_outcome: dict[tuple[str, str, str, str], Counter] = {}
         self._by_version: dict[tuple[str, str], VersionMetrics] = {}
         Gauge("headrace_queued", "Requests published and not yet accepted", registry=registry).set_function(queued)
+        Gauge(
+            "headrace_limits_alone",
+            "1: this ingress counts its part of the limits, Redis does not answer",
+            registry=registry,
+        ).set_function(limits_alone)
         Gauge("headrace_streams_open", "Inference requests in progress", registry=registry).set_function(streams_open)
 
     def finished(self, served: Served, route: str, code: str, seconds: float) -> None:

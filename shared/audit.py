@@ -12,13 +12,12 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from shared import subjects, tenants
-from shared.errors import HeadraceError, Internal, Unavailable
+from shared import reading, subjects, tenants
+from shared.errors import HeadraceError, Internal
 from shared.rollouts import Command, Deployment, NewDeployment
 from shared.wire import HEADER_MSG_ID, new_id
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WRITE_S_MAX = 2.0
-READ_QUIET_S_MAX = 5.0  # so long the broker may send nothing while entries are read
 ENTRY_BYTES_MAX = 16 * 1024
 TARGET_SHOWN = 300  # characters, of an entry that is over it
 OK = "ok"
@@ -161,44 +159,12 @@ async def _write(bus: "Bus", entry: Entry) -> None:
 async def read(bus: "Bus", since: float) -> list[Entry]:
     """The entries from `since` (unix seconds) on, the oldest first. Raises Unavailable."""
     found: list[Entry] = []
-    heard, complete = asyncio.Event(), False
 
-    def on_message(message: "Message") -> None:
-        nonlocal complete
-        heard.set()
-        if message.status:
-            return
+    def take(message: "Message") -> None:
         try:
             found.append(_decode(message.data))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("an entry of the audit log is left out: %s", error)
-        complete = message.reply.endswith(".0")  # nothing pending after it
 
-    inbox = f"{bus.inbox}_audit.{new_id()}"
-    subscription = await bus.subscribe(inbox, on_message)
-    config = {
-        "deliver_subject": inbox,
-        "deliver_policy": "by_start_time",
-        "opt_start_time": datetime.fromtimestamp(since, UTC).isoformat().replace("+00:00", "Z"),
-        "ack_policy": "none",
-        "max_deliver": 1,
-        "replay_policy": "instant",
-        "mem_storage": True,
-        "num_replicas": 1,
-        "inactive_threshold": int(10e9),
-    }
-    try:
-        made = await bus.api(
-            f"CONSUMER.CREATE.{subjects.AUDIT_STREAM}", {"stream_name": subjects.AUDIT_STREAM, "config": config}
-        )
-        if not made.get("num_pending") and not made.get("delivered", {}).get("consumer_seq"):
-            return []
-        while not complete:
-            heard.clear()
-            async with asyncio.timeout(READ_QUIET_S_MAX):
-                await heard.wait()
-    except TimeoutError:
-        raise Unavailable(f"the audit log was not read to its end: silence for {READ_QUIET_S_MAX:g} s") from None
-    finally:
-        await subscription.unsubscribe()
+    await reading.read_since(bus, subjects.AUDIT_STREAM, since, take)
     return found

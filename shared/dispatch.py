@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 RELEASE_DELAY_S = 0.005  # a release waits this long for company; an attach takes along what waits
 TTL_MARGIN_S = 60
+OVER_MAX = 20_000  # ended requests whose usage is remembered
 READERS_MAX = 16  # of one request in one process
 REFUSED_AFTER_S = 1.5  # a version out of service may have workers still: time enough to find one
 MOVES_AT_ONCE = 64  # requests whose copies are published, or whose old messages are deleted
@@ -84,6 +85,8 @@ class Dispatcher:
     def __init__(self, bus: Bus, settings: Settings, owner: str = subjects.INGRESS_OWNER) -> None:
         self._bus, self._settings, self._owner = bus, settings, owner
         self.unread_tokens_max = settings.unread_tokens_max
+        self._over: dict[str, wire.Usage] = {}  # what requests came to that ended of late, by rid
+        self.on_end: Callable[[Stream], None] | None = None  # told of each request that is over here
         self._homes = [_Home(subjects.frame_address(owner, wire.new_id()))]
         self.address = self._homes[0].address
         self._control = f"{bus.inbox}_ctl"
@@ -126,6 +129,10 @@ class Dispatcher:
     def queued(self, tenant: str) -> int:
         """Requests of a tenant that are published and that no worker has accepted yet."""
         return self._queued.get(tenant, 0)
+
+    def streams(self) -> Iterator[Stream]:
+        """Those that have not ended."""
+        return self._open()
 
     def queued_of_all(self) -> int:
         """The same of all tenants."""
@@ -310,6 +317,8 @@ class Dispatcher:
             stream = home.streams.get(item.rid)
             if stream is None:
                 for action in unknown_rid(worker, item, home.address):
+                    if isinstance(action, SendRelease):
+                        action.release.usage = self._over.get(item.rid)
                     self._release(action)
                 continue
             requester = stream.requester
@@ -450,6 +459,12 @@ class Dispatcher:
         if not stream.accepted:
             stream.accepted = True
             self._dequeue(stream)
+        if stream.usage is not None:
+            self._over[stream.rid] = stream.usage
+            if len(self._over) > OVER_MAX:
+                del self._over[next(iter(self._over))]
+        if self.on_end is not None:
+            self.on_end(stream)
 
     def _dequeue(self, stream: Stream) -> None:
         self._queued[stream.tenant] -= 1

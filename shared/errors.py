@@ -27,6 +27,9 @@ HeadraceError
 +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
 +-- HeadersTooLarge         431 headers_too_large        the head of the request is over head_bytes_max
 +-- QueueFull               429 queue_full               the tenant's queue or the stream is at its limit
++-- RequestsLimited         429 rate_limited_requests    the tenant's requests a minute are used up
++-- TokensLimited           429 rate_limited_tokens      the tenant's tokens a minute are used up
++-- ConcurrencyLimited      429 concurrency_limited      as many of the tenant's requests run as may
 +-- Internal                500 internal_error           a defect of ours; the request id finds it in the logs
 |   +-- EngineFailed        500 engine_failed            the engine raised on this request
 |   +-- Poisoned            500 request_poisoned         the request ended four workers; it is in the DLQ
@@ -177,6 +180,18 @@ class HeadersTooLarge(HeadraceError):
 
 class QueueFull(HeadraceError):
     code, status, type, retryable = "queue_full", 429, "rate_limit_error", True
+
+
+class RequestsLimited(HeadraceError):
+    code, status, type, retryable = "rate_limited_requests", 429, "rate_limit_error", True
+
+
+class TokensLimited(HeadraceError):
+    code, status, type, retryable = "rate_limited_tokens", 429, "rate_limit_error", True
+
+
+class ConcurrencyLimited(HeadraceError):
+    code, status, type, retryable = "concurrency_limited", 429, "rate_limit_error", True
 
 
 class Internal(HeadraceError):

@@ -157,6 +157,11 @@ class Requester:
         """What a re-publish may promise: what is left of the generation deadline."""
         return self.limits.generation_s if self._accepted_at is None else max(0.0, self._deadline - now)
 
+    @property
+    def tokens(self) -> int:
+        """Of all choices, as far as they are known here."""
+        return sum(choice.next for choice in self._choices)
+
     def next_tick(self) -> float | None:
         """When `tick` is next needed, or a little before; None: ended. Frames in order never bring it forward."""
         return None if self.ended else self._due

@@ -44,6 +44,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nats_tls_cert: str = ""  # a file with the certificate that this process shows the server; "": none
     nats_tls_key: str = ""  # a file with its private key
     nats_replicas: int = 1
+    redis_url: str = (
+        "redis://127.0.0.1:6379"  # or rediss://; "": none, and every ingress counts its part of the limits itself
+    )
+    redis_tls_ca: str = ""  # a file with the authorities that its certificate is of; "": the system's
     s3_endpoint: str = "http://127.0.0.1:8333"  # or https://
     s3_tls_ca: str = ""  # a file with the authorities that the store's certificate is of; "": the system's
     s3_bucket: str = "headrace"
@@ -63,6 +67,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     generation_deadline_s: float = 600.0
     prompt_bytes_per_token_max: int = 16  # more bytes than this times the model's length are refused at once
     tenant_queue_max: int = 1000  # published and not yet accepted, per tenant and ingress
+    limit_burst_s: float = 60.0  # of a tenant's limits a minute: so many seconds' worth may come at once
+    limit_wait_s: float = 0.05  # how long a request waits for Redis; then this ingress decides by itself
+    limit_lease_s: float = 15.0  # a request of an ingress that is gone counts as running for so long
+    tokens_assumed: int = 256  # of each choice without max_tokens, until they are known
     choices_max: int = 16
     prompts_max: int = 64  # of one request
     stop_strings_max: int = 4
@@ -96,6 +104,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     req_bytes_max: int = 8 * GIB
     req_messages_per_subject_max: int = 10_000
     req_consumers_max: int = 5000
+    usage_kept_s: float = 90 * 86_400.0  # what each request came to, for accounting
+    usage_bytes_max: int = GIB  # more drop the oldest; a request takes some 100 bytes
     audit_kept_s: float = 90 * 86_400.0  # entries of the audit log
     audit_bytes_max: int = 256 * MIB  # more drop the oldest
     publish_timeout_s: float = 15.0  # an election of a stream's leader takes up to 10

@@ -202,6 +202,18 @@ class Streams:
                 "num_replicas": settings.nats_replicas,
             }
         )
+        await self._ensure_stream(
+            {
+                "name": subjects.USAGE_STREAM,
+                "subjects": [subjects.USAGE_SUBJECTS],
+                "retention": "limits",
+                "storage": "file",
+                "max_age": int(settings.usage_kept_s * SECOND),
+                "max_bytes": settings.usage_bytes_max,
+                "duplicate_window": int(settings.dedupe_window_s * SECOND),
+                "num_replicas": settings.nats_replicas,
+            }
+        )
         for bucket in _buckets(settings):
             await self._ensure_stream(bucket.config(settings.nats_replicas))
         await self._ensure_audit()

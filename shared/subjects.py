@@ -10,6 +10,8 @@ REQ_STREAM = "REQ"
 DLQ_STREAM = "DLQ"
 REQ_SUBJECTS = "q.>"
 DLQ_SUBJECTS = "dlq.>"
+USAGE_STREAM = "USAGE"
+USAGE_SUBJECTS = "usage.*"
 AUDIT_STREAM = "AUDIT"
 AUDIT_SUBJECTS = "audit.>"
 
@@ -110,6 +112,16 @@ def dead_letter_of(request_subject: str) -> str:
     """Where what came on a request's subject is kept when it is no request: the same tokens, whatever they are."""
     _, model, version, *_, tenant = request_subject.split(".")
     return f"dlq.{model}.{version}.{tenant}"
+
+
+def usage(tenant: str) -> str:
+    """Where it is kept what a tenant's requests came to: `usage.<tenant>`."""
+    return f"usage.{encode_token(tenant)}"
+
+
+def tenant_of_usage(subject: str) -> str:
+    """The tenant of such a subject."""
+    return decode_token(subject.rpartition(".")[2])
 
 
 def audit(action: str) -> str:

@@ -236,12 +236,16 @@ class Attach(msgspec.Struct, tag="t", array_like=True):
 
 
 class Release(msgspec.Struct, tag="r", array_like=True, gc=False):
-    """Stop sending under `sid`. `done`: the requester needs the request no more; else fenced: another claim serves it."""
+    """Stop sending under `sid`. `done`: the requester needs the request no more; else fenced: another claim serves it.
+
+    `usage`: what the request came to, for a claim that was made when it had ended: its worker died before it was accounted for.
+    """
 
     rid: str
     sid: str
     reply: Address
     done: bool
+    usage: Usage | None = None
 
 
 class ToWorker(msgspec.Struct, array_like=True):

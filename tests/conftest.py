@@ -1,4 +1,4 @@
-"""Real servers for every test: nats-server and SeaweedFS from their wheels, on free ports, ended with the test run."""
+"""Real servers for every test: nats-server, SeaweedFS and Valkey from their wheels, on free ports, ended with the test run."""
 
 import asyncio
 import datetime
@@ -102,6 +102,14 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def nats_server(tmp_path: Path) -> Iterator[RunningServer]:
     """A nats-server of this test alone: empty, with `url`, `kill()`, `start()` (same port and store) and `signal()`."""
     server = _start_nats(tmp_path / "nats")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RunningServer]:
+    """A server of the Redis protocol of this test alone; it forgets everything when it is killed."""
+    server = RunningServer(servers.redis(tmp_path / "redis", ports.free_ports(1)[0]), servers.redis_ready, [])
     yield server
     server.kill()
 

@@ -11,6 +11,7 @@ import msgspec
 
 from shared import subjects
 from shared.errors import Cancelled, Diverged, GenerationDeadline
+from shared.usage import COMPLETED
 from shared.wire import (
     CANCELLED,
     FINISHED,
@@ -24,6 +25,7 @@ from shared.wire import (
     Ok,
     Release,
     Request,
+    Usage,
     Wait,
     WireError,
     new_id,
@@ -98,6 +100,15 @@ class Nak(msgspec.Struct, frozen=True):
     handle: str
 
 
+class Bill(msgspec.Struct, frozen=True):
+    """Write down what a request came to, before the acks that follow. `usage` is None for one that did not complete."""
+
+    delivery: Delivery
+    outcome: str
+    usage: Usage | None
+    output_tokens: int  # of what was computed, and before that told by the requester
+
+
 class DeadLetter(msgspec.Struct, frozen=True):
     """Publish the message to the DLQ with `reason`, then TERM it."""
 
@@ -105,7 +116,7 @@ class DeadLetter(msgspec.Struct, frozen=True):
     reason: str
 
 
-Action = Start | Abort | Send | Ack | Nak | DeadLetter
+Action = Start | Abort | Send | Bill | Ack | Nak | DeadLetter
 
 
 class _Subscriber:
@@ -248,7 +259,7 @@ class ClaimTable:
                 return actions
             claim.subscribers.pop(release.reply, None)
             if not claim.subscribers:
-                self._ack(claim, now, actions, keep=True)
+                self._ack(claim, now, actions, keep=True, told=release.usage)
         elif subscriber is not None and subscriber.sid == release.sid:
             del claim.subscribers[release.reply]
             if not claim.subscribers:
@@ -568,10 +579,12 @@ class ClaimTable:
         self.outcomes["moved"] += 1
         self._forget(claim, actions)
 
-    def _ack(self, claim: _Claim, now: float, actions: list[Action], keep: bool) -> None:
+    def _ack(self, claim: _Claim, now: float, actions: list[Action], keep: bool, told: Usage | None = None) -> None:
         cancelled = not claim.ended if claim.error is None else claim.error.code == Cancelled.code
         self.outcomes["cancelled" if cancelled else "completed" if claim.error is None else "failed"] += 1
         self._forget(claim, actions)
+        if claim.history is not None or told is not None:
+            actions.append(self._bill(claim, told, cancelled))
         actions += [Ack(handle) for handle in claim.handles.values()]
         claim.handles = {}
         claim.subscribers = {}
@@ -583,6 +596,14 @@ class ClaimTable:
             self._kept_tokens += claim.history.tokens
             while self._kept_tokens > self.limits.history_tokens_max:
                 self._forget_kept(next(iter(self._kept)))
+
+    def _bill(self, claim: _Claim, told: Usage | None, cancelled: bool) -> Bill:
+        """What a claim came to; of one that was not started here, what its requester was `told` by the one before."""
+        history = claim.history
+        if history is None or (told is not None and history.usage is None):
+            return Bill(claim.delivery, COMPLETED, told, 0)
+        outcome = claim.error.code if claim.error is not None else Cancelled.code if cancelled else COMPLETED
+        return Bill(claim.delivery, outcome, history.usage, history.tokens)
 
     def _forget_kept(self, rid: str) -> None:
         found = self._kept.pop(rid, None)

@@ -16,10 +16,13 @@ from shared.pull import Puller
 from shared.records import Lease, Version
 from shared.settings import Settings
 from shared.streams import delivery_of
+from shared.usage import UsageEvent
 from shared.wire import Malformed
-from workers.claims import Abort, Ack, Action, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
+from workers.billing import Biller
+from workers.claims import Abort, Ack, Action, Bill, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
 from workers.engine.request import Engine, EngineRequest, TokenEvent
 from workers.handback import HandBack, free_slots
+from workers.metering import Meter
 from workers.metrics import WorkerMetrics
 from workers.observer import RunObserver
 from workers.replier import Replier
@@ -65,6 +68,8 @@ class WorkerServer:
             ),
         )
         self._replier = Replier(bus, worker, self._on_gone)
+        self._meter = Meter()
+        self._biller = Biller(bus, lambda handle: self._out(handle, ACK))
         consumer = subjects.consumer(
             subjects.LANE_FAST, subjects.requests_of_lane(version.model, version.version, subjects.LANE_FAST)
         )
@@ -88,6 +93,7 @@ class WorkerServer:
         """Start the engine, and answer who asks. Nothing is claimed before `claim`."""
         self._engine.start(asyncio.get_running_loop(), self._on_events)
         await self._replier.start()
+        self._biller.start()
         await self._bus.subscribe(subjects.worker_control(self._worker), self._on_control)
         broadcast = subjects.attach_broadcast(self._version.model, self._version.version)
         await self._bus.subscribe(broadcast, self._on_broadcast)
@@ -126,6 +132,7 @@ class WorkerServer:
         await asyncio.gather(*self._loops, *self._preparing.values(), *self._background, return_exceptions=True)
         await self._puller.stop()
         await self._replier.stop()
+        await self._biller.stop()
         await self._flush()
         await asyncio.to_thread(self._engine.stop)
         self._prepare_thread.shutdown(cancel_futures=True)
@@ -213,6 +220,7 @@ class WorkerServer:
     def _on_events(self, events: list[TokenEvent]) -> None:
         now = time.monotonic()
         self._observer.step(events, now)
+        self._meter.step(events, now)
         self._act(self._table.tokens(events, now))
 
     # -- what is done --------------------------------------------------------------------------------------------------
@@ -220,6 +228,7 @@ class WorkerServer:
     def _act(self, actions: list[Action]) -> None:
         if self._silent:
             actions = [action for action in actions if isinstance(action, Nak)]
+        billed: list[str] | None = None  # the messages of a request that is accounted for first
         for action in actions:
             match action:
                 case Send():
@@ -231,14 +240,40 @@ class WorkerServer:
                         task.cancel()
                     self._engine.cancel(action.run)
                     self._observer.aborted(action.run)
+                    self._meter.ended(action.run)
+                case Bill():
+                    billed = []
+                    self._biller.add(action.delivery.tenant, self._came_to(action), billed)
                 case Ack():
-                    self._out(action.handle, ACK)
+                    if billed is None:
+                        self._out(action.handle, ACK)
+                    else:
+                        billed.append(action.handle)
                 case Nak():
                     self._out(action.handle, NAK)
                 case DeadLetter():
                     self._do(self._dead_letter(action))
         self._acted.set()
         self._puller.pump()
+
+    def _came_to(self, bill: Bill) -> UsageEvent:
+        request, usage = bill.delivery.request, bill.usage
+        metered = self._meter.take(request.rid)
+        if usage is None:
+            echoed = request.sampling.n * metered.prompt_tokens if request.sampling.echo else 0
+            usage = wire.Usage(metered.prompt_tokens, max(0, bill.output_tokens - echoed))
+        return UsageEvent(
+            request.rid,
+            time.time(),
+            request.model,
+            request.version,
+            bill.outcome,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            bill.delivery.queued_ms / 1000,
+            round(metered.gpu_s, 6),
+        )
 
     async def _prepare(self, start: Start) -> None:
         request = start.request
@@ -255,6 +290,7 @@ class WorkerServer:
         else:
             self._preparing.pop(start.run, None)
             self._observer.started(start, time.monotonic())
+            self._meter.submitted(start.run, request.rid, len(prompt_ids), time.monotonic())
             self._engine.submit(
                 EngineRequest(
                     key=start.run,

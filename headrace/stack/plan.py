@@ -48,7 +48,7 @@ def make(data: Path, http_port: int | None, lifeline_fd: int, environ: Mapping[s
         settings = replace(settings, drain_linger_s=0.0)  # nobody else takes its connections
 
     commands: list[Command] = []
-    nats_port, object_ports = 0, None
+    nats_port, object_ports, redis_port = 0, None, 0
     taken: set[int] = set()
     if "nats_url" not in by_hand:
         monitor_port, fresh_port = ports.free_ports(2)
@@ -66,6 +66,13 @@ def make(data: Path, http_port: int | None, lifeline_fd: int, environ: Mapping[s
         stale = servers.object_sockets(before.object_ports) if before and before.object_ports else []
         leftovers = [*servers.object_sockets(object_ports), *stale]
         commands.append(_server_command(server, environ, servers.s3_ready, leftovers))
+
+    if "redis_url" not in by_hand:
+        inner = msgspec.structs.astuple(object_ports) if object_ports is not None else ()
+        redis_port = _redis_port(before, {*taken, *inner, *(port + ports.GRPC_OFFSET for port in inner)})
+        server = servers.redis(data / "redis", redis_port)
+        settings = replace(settings, redis_url=server.url)
+        commands.append(_server_command(server, environ, servers.redis_ready, []))
 
     http = f"http{'s' if settings.http_tls_cert else ''}://{settings.http_host}:{settings.http_port}"
 
@@ -91,6 +98,7 @@ def make(data: Path, http_port: int | None, lifeline_fd: int, environ: Mapping[s
             s3_secret_key=settings.s3_secret_key,
             nats_port=nats_port,
             object_ports=object_ports,
+            redis_port=redis_port,
         ),
     )
 
@@ -125,6 +133,13 @@ def _object_ports(before: StackState | None, taken: set[int]) -> ObjectPorts:
         if not taken & set(old) and all(_free(port) and _free(port + ports.GRPC_OFFSET) for port in old):
             return before.object_ports
     return ObjectPorts(*[port for port in ports.free_ports(7) if port not in taken][:5])
+
+
+def _redis_port(before: StackState | None, taken: set[int]) -> int:
+    """The port of the last time if it is free: an ingress of a stack that was killed may still look for it there."""
+    if before is not None and before.redis_port not in taken and _free(before.redis_port):
+        return before.redis_port
+    return next(port for port in ports.free_ports(len(taken) + 1) if port not in taken)
 
 
 def _server_command(

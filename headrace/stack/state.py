@@ -44,6 +44,7 @@ class StackState(msgspec.Struct, kw_only=True):
     s3_secret_key: str
     nats_port: int = 0  # 0: not a server of this stack
     object_ports: ObjectPorts | None = None  # None: not a server of this stack
+    redis_port: int = 0  # 0: not a server of this stack
     processes: dict[str, ProcessState] = {}
     ready: bool = False
 

@@ -36,7 +36,7 @@ def test_exit_statuses_tell_failed_from_misused(own_stack: Any) -> None:
         assert (failed.returncode, failed.stdout) == (1, "")
         assert failed.stderr.startswith(f"headrace: no stack is running on {own_stack.data}")
         assert failed.stderr.count("\n") == 1
-    for arguments in (["nonsense"], ["models", "push", "sim:zero"], ["up", "--port", "70000"], ["server", "redis"]):
+    for arguments in (["nonsense"], ["models", "push", "sim:zero"], ["up", "--port", "70000"], ["server", "mongo"]):
         assert own_stack.headrace(*arguments).returncode == 2
     assert own_stack.headrace("--help").returncode == 0
     own_stack.env["HEADRACE_TICK_S"] = "often"

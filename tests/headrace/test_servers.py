@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_procfile_holds_the_lines_of_the_stack() -> None:
     lines = (ROOT / "Procfile").read_text().splitlines()
-    assert [line.partition(": ")[0] for line in lines] == ["nats", "objects", "ingress", "controller"]
+    assert [line.partition(": ")[0] for line in lines] == ["nats", "objects", "redis", "ingress", "controller"]
     commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     for line in lines:
         program, command, *_ = line.partition(": ")[2].split()
@@ -31,10 +31,15 @@ def test_the_procfile_holds_the_lines_of_the_stack() -> None:
 
 
 def test_servers_start_where_the_settings_say(tmp_path: Path) -> None:
-    nats_port, s3_port = ports.free_ports(2)
+    nats_port, s3_port, redis_port = ports.free_ports(3)
     settings = Settings(
-        data_dir=str(tmp_path), nats_url=f"nats://127.0.0.1:{nats_port}", s3_endpoint=f"http://127.0.0.1:{s3_port}"
+        data_dir=str(tmp_path),
+        nats_url=f"nats://127.0.0.1:{nats_port}",
+        s3_endpoint=f"http://127.0.0.1:{s3_port}",
+        redis_url=f"redis://127.0.0.1:{redis_port}",
     )
+    with serving("redis", settings, servers.redis_ready, settings.redis_url):
+        assert (tmp_path / "redis").is_dir()
     with serving("nats", settings, servers.nats_ready, settings.nats_url):
         assert (tmp_path / "nats" / "jetstream").is_dir()
     with serving("objects", settings, servers.s3_ready, settings.s3_endpoint):

@@ -69,6 +69,7 @@ def test_a_plan_gives_every_process_the_same_settings(tmp_path: Path) -> None:
     assert [command.name for command in (*planned.servers, *planned.processes)] == [
         "nats",
         "objects",
+        "redis",
         "ingress",
         "controller",
     ]
@@ -84,12 +85,14 @@ def test_a_plan_gives_every_process_the_same_settings(tmp_path: Path) -> None:
     again = plan.make(tmp_path, port, 7, environ | {"HEADRACE_IDLE_SECONDS": "300"})
     assert again.settings.nats_url == planned.settings.nats_url  # ports that are free are used again
     assert again.state.object_ports == planned.state.object_ports
+    assert again.settings.redis_url == planned.settings.redis_url
     assert again.settings.s3_secret_key != planned.settings.s3_secret_key
     assert again.settings.idle_seconds == 300.0
 
 
 def test_servers_that_are_named_by_hand_are_not_started(tmp_path: Path) -> None:
     environ = {"HEADRACE_NATS_URL": "nats://n:1", "HEADRACE_S3_ENDPOINT": "http://s:1", "HEADRACE_HTTP_PORT": "0"}
+    environ["HEADRACE_REDIS_URL"] = "none"
     planned = plan.make(tmp_path, None, 7, environ)
     assert planned.servers == []
     assert (planned.settings.nats_url, planned.settings.s3_endpoint) == ("nats://n:1", "http://s:1")

@@ -85,7 +85,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing(own_stack: Any) -> None:
     own_stack.up()
     own_stack.push("sim:zero", "zero", "--min-replicas", "1")
     until(lambda: own_stack.status()["workers"])
-    assert len(processes_of(own_stack.data)) >= 6  # supervisor, two servers, ingress, controller, worker
+    assert len(processes_of(own_stack.data)) >= 7  # supervisor, three servers, ingress, controller, worker
     os.kill(own_stack.state["pid"], signal.SIGKILL)
     until(lambda: not processes_of(own_stack.data), budget_s=10)
     assert state.holder(own_stack.data) is None

@@ -21,7 +21,9 @@ class Dispatcher:
 
 def admit(dispatcher: Dispatcher, admission: Admission, make: Any, body: dict[str, Any], now: float = 0.0) -> Any:
     decoded = msgspec.convert({"model": "m"} | body, CompletionBody)
-    return admission.admit("rid", decoded, 10, make.version(), "local", now)
+    requests = admission.admit("rid", decoded, 10, make.version())
+    admission.check_queue("local", len(requests), now)
+    return requests
 
 
 def test_a_request_for_each_prompt_with_a_seed_of_its_own(make: Any) -> None:
@@ -58,6 +60,15 @@ def test_a_full_queue_refuses_with_a_computed_retry_after(make: Any) -> None:
     with pytest.raises(QueueFull, match="91 requests wait for a worker, the limit is 91") as caught:
         admit(dispatcher, admission, make, {"prompt": "x"}, 10.0)
     assert caught.value.retry_after == pytest.approx(9.0)  # for a tenth of the queue, at one a second
+
+
+def test_a_tenant_may_have_a_queue_limit_of_its_own() -> None:
+    admission = Admission(Settings(tenant_queue_max=1), Dispatcher(5))
+    admission.check_queue("a", 1, 0.0, 6)
+    with pytest.raises(QueueFull, match="the limit is 6"):
+        admission.check_queue("a", 2, 0.0, 6)
+    with pytest.raises(QueueFull, match="the limit is 1"):
+        admission.check_queue("b", 1, 0.0)
 
 
 def test_validity_comes_before_the_queue(make: Any) -> None:

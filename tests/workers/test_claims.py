@@ -23,7 +23,7 @@ from shared.wire import (
     WireError,
     digest,
 )
-from workers.claims import Abort, Ack, Action, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
+from workers.claims import Abort, Ack, Action, Bill, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
 from workers.engine.request import TokenEvent
 from workers.history import FRAME_SCORED_MAX, FRAME_TOKENS_MAX
 
@@ -724,3 +724,32 @@ def test_each_claim_that_is_over_is_counted_once() -> None:
         assert (len(claims), sum(claims.outcomes.values())) == (0, 1)
         over += [name for name, count in claims.outcomes.items() if count]
     assert over == ["completed", "failed", "cancelled", "cancelled", "moved", "moved"]
+
+
+# -- accounting --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_request_came_to_is_said_before_it_is_acknowledged() -> None:
+    claims = serving([1, 2])
+    finish(claims, [3])
+    actions = claims.release(release(), 0.3)
+    bill = only(Bill, actions)
+    assert (bill.outcome, bill.usage, bill.output_tokens, bill.delivery.tenant) == ("completed", Usage(3, 4), 3, "t")
+    assert actions.index(bill) < actions.index(Ack("ack.5"))
+
+    cancelled = only(Bill, serving([1, 2]).release(release(), 0.3))
+    assert (cancelled.outcome, cancelled.usage, cancelled.output_tokens) == ("cancelled", None, 2)
+
+    claims = serving([1, 2])
+    claims.failed(run_of(claims), WireError("engine_failed", "no"), 0.2)
+    assert only(Bill, claims.release(release(), 0.3)).outcome == "engine_failed"
+
+
+def test_of_a_request_that_had_ended_its_requester_tells_what_it_came_to() -> None:
+    told = only(Bill, claimed(resume=True).release(Release("rid", "", HOME, True, Usage(7, 8)), 0.1))
+    assert (told.outcome, told.usage) == ("completed", Usage(7, 8))
+    assert none(Bill, claimed(resume=True).release(release(sid=""), 0.1))  # nothing is known of it
+    assert none(Bill, serving([1]).release(release(done=False), 0.1))  # another claim has it
+    own = serving([1, 2])
+    finish(own, [3])
+    assert only(Bill, own.release(Release("rid", "s1", HOME, True, Usage(7, 8)), 0.3)).usage == Usage(3, 4)

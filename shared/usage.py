@@ -1,0 +1,130 @@
+"""What each request came to, as durable events in the stream USAGE, and their sums.
+
+A worker writes the event of a request before it acknowledges the request's message. So an event is written at least once for
+each request that is acknowledged, whoever dies; it carries the request's id, and sums count each id once.
+Where several are of one request (its claim was lost, or it moved to another version) the one that completed counts.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec import Struct
+
+from shared import reading, subjects
+from shared.errors import BadRequest
+
+if TYPE_CHECKING:
+    from shared.bus import Bus, Message
+
+log = logging.getLogger(__name__)
+
+COMPLETED = "completed"
+SINCE_DEFAULT_S = 30 * 86_400.0
+
+By = Literal["total", "tenant", "model", "day"]
+
+
+class UsageEvent(Struct, array_like=True, gc=False):
+    """One request, as the worker that ended it knows it."""
+
+    id: str  # the rid
+    at: float  # unix seconds, when it ended
+    model: str
+    version: str
+    outcome: str  # `completed`, or the code of the error that ended it
+    prompt_tokens: int
+    cached_tokens: int  # of these, those that were not computed again
+    output_tokens: int
+    queue_s: float  # from its storing to the claim that ended it
+    gpu_s: float  # its part of the engine's steps at that worker; an earlier worker that died is not in it
+
+
+class UsageSum(Struct, kw_only=True):
+    """Requests of one group. `group` is the tenant, the model or the day (UTC)."""
+
+    group: str
+    requests: int = 0
+    completed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    queue_seconds: float = 0.0
+    gpu_seconds: float = 0.0
+
+    def add(self, event: UsageEvent, times: int = 1) -> None:
+        """`times` -1: take it back."""
+        self.requests += times
+        self.completed += times * (event.outcome == COMPLETED)
+        self.prompt_tokens += times * event.prompt_tokens
+        self.cached_tokens += times * event.cached_tokens
+        self.output_tokens += times * event.output_tokens
+        self.queue_seconds += times * event.queue_s
+        self.gpu_seconds += times * event.gpu_s
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[UsageEvent]).decode
+
+
+def day_of(at: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(at))
+
+
+def group_key(by: By) -> Callable[[str, UsageEvent], str]:
+    """The group of a tenant's event. Raises BadRequest."""
+    keys: dict[str, Callable[[str, UsageEvent], str]] = {
+        "total": lambda _tenant, _event: "total",
+        "tenant": lambda tenant, _event: tenant,
+        "model": lambda _tenant, event: event.model,
+        "day": lambda _tenant, event: day_of(event.at),
+    }
+    if by not in keys:
+        raise BadRequest(f"by: one of {', '.join(keys)}, not {by!r}", param="by")
+    return keys[by]
+
+
+class Sums:
+    """Adds events up, each id of a tenant once."""
+
+    def __init__(self, by: By) -> None:
+        self._key = group_key(by)
+        self._seen: dict[tuple[str, str], UsageEvent | None] = {}  # None: it completed, and no other one counts
+        self._groups: dict[str, UsageSum] = {}
+
+    def add(self, tenant: str, events: Iterable[UsageEvent]) -> None:
+        for event in events:
+            key, completed = (tenant, event.id), event.outcome == COMPLETED
+            if key in self._seen:
+                before = self._seen[key]
+                if before is None or not (completed or event.output_tokens > before.output_tokens):
+                    continue
+                self._group(tenant, before).add(before, -1)
+            self._seen[key] = None if completed else event
+            self._group(tenant, event).add(event)
+
+    def _group(self, tenant: str, event: UsageEvent) -> UsageSum:
+        group = self._key(tenant, event)
+        return self._groups.setdefault(group, UsageSum(group=group))
+
+    def sums(self) -> list[UsageSum]:
+        """By group."""
+        return [self._groups[group] for group in sorted(self._groups) if self._groups[group].requests]
+
+
+async def query(bus: "Bus", since: float, tenant: str | None = None, by: By = "total") -> list[UsageSum]:
+    """Sums of what ended from `since` (unix seconds) on, of a tenant or of all. Raises BadRequest or Unavailable."""
+    sums = Sums(by)
+
+    def take(message: "Message") -> None:
+        whose = subjects.tenant_of_usage(message.subject)
+        try:
+            sums.add(whose, [event for event in _decode(message.data) if event.at >= since])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("a usage event of %s is left out: %s", whose, error)
+
+    subject = subjects.USAGE_SUBJECTS if tenant is None else subjects.usage(tenant)
+    await reading.read_since(bus, subjects.USAGE_STREAM, since, take, subject)
+    return sums.sums()
