@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from controller.autoscaler import Lag, VersionFacts, policy_of
+from controller.backlogs import Backlogs
 from controller.fleet import Member, SeenLease
 from controller.history import VersionHistory
 from shared import schedules, subjects
@@ -21,6 +22,7 @@ from shared.errors import Internal, Unavailable
 from shared.keyvalue import Watch
 from shared.records import EngineSettings, Lease, Version, VersionLimits, lease_at, version_at, version_key, worker_key
 from shared.settings import Settings
+from shared.streams import ConsumerInfo, Delivered
 from shared.wire import Malformed
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Observer:
         self.lag: dict[VersionKey, Lag] = {}
         self.without_consumer: set[VersionKey] = set()
         self.hinted_at = -HINT_S
+        self._backlogs = Backlogs(bus)
         self._watches: list[Watch] = []
         self._busy_at: dict[VersionKey, float] = {}
         self._policy = policy_of(settings)
@@ -156,20 +159,33 @@ class Observer:
         for lease in self.live_leases():
             self._live[lease.model, lease.version].append(lease)
         names = [name for name, record in self.records.items() if record.state in ("available", "failed")]
+        backlogs = await self._poll_backlogs()
         async with asyncio.TaskGroup() as tasks:
             for name in names:
-                tasks.create_task(self._poll_lag(name, now))
+                tasks.create_task(self._poll_lag(name, backlogs, now))
         self.lag = {name: lag for name, lag in self.lag.items() if name in names}
         self.without_consumer &= set(names)
         for known in (self._busy_at, self._history, self.state_since):
             for name in [name for name in known if name not in self.records and name not in self.removed]:
                 del known[name]
+                self._backlogs.forget(name)
         self._starting = {worker: since for worker, since in self._starting.items() if worker in self.leases}
 
-    async def _poll_lag(self, name: VersionKey, now: float) -> None:
+    async def _poll_backlogs(self) -> dict[VersionKey, ConsumerInfo] | None:
+        """Of the lane fair; None: not known."""
+        if not self._bus.connected:
+            return None
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                return await self._backlogs.read()
+        except (Unavailable, TimeoutError) as error:
+            log.info("the lane fair cannot be looked at: %s", error)
+            return None
+
+    async def _poll_lag(self, name: VersionKey, backlogs: dict[VersionKey, ConsumerInfo] | None, now: float) -> None:
         self.without_consumer.discard(name)
         info = None
-        if self._bus.connected:
+        if backlogs is not None and self._bus.connected:
             consumer = subjects.consumer(subjects.LANE_FAST, subjects.requests_of_lane(*name, subjects.LANE_FAST))
             try:
                 async with asyncio.timeout(POLL_TIMEOUT_S):
@@ -179,9 +195,10 @@ class Observer:
             else:
                 if info is None:
                     self.without_consumer.add(name)
-        if info is None:
+        if info is None or backlogs is None:
             self.lag.pop(name, None)
             return
+        info = _sum(info, backlogs.get(name, ConsumerInfo()))
         self.lag[name] = lag = Lag(pending=info.num_pending, claimed=info.num_ack_pending)
         if lag.total:
             self._busy_at[name] = now
@@ -250,3 +267,12 @@ class Observer:
             slots=engine.slots or 0,
         )
         return history.complete(known, self._live.get(name, ()), now)
+
+
+def _sum(fast: ConsumerInfo, fair: ConsumerInfo) -> ConsumerInfo:
+    return ConsumerInfo(
+        num_pending=fast.num_pending + fair.num_pending,
+        num_ack_pending=fast.num_ack_pending + fair.num_ack_pending,
+        num_waiting=fast.num_waiting,
+        delivered=Delivered(fast.delivered.consumer_seq + fair.delivered.consumer_seq),
+    )

@@ -268,11 +268,12 @@ def models_table(models: list[ModelStatus]) -> Table:
 
 
 async def _queue(bus: Bus, versions: list[Version]) -> QueueStatus:
+    lane = subjects.LANE_FAST
     names = [
-        subjects.consumer(lane, subjects.requests_of_lane(version.model, version.version, lane))
-        for version in versions
-        for lane in (subjects.LANE_FAST,)
+        subjects.consumer(lane, subjects.requests_of_lane(version.model, version.version, lane)) for version in versions
     ]
+    backlogged = await bus.subject_counts(subjects.REQ_STREAM, subjects.BACKLOGGED)
+    names += [subjects.consumer(subjects.LANE_FAIR, subject) for subject in backlogged]
     consumers = await asyncio.gather(*(bus.consumer_info(subjects.REQ_STREAM, name) for name in names))
     claimed = sum(consumer.num_ack_pending for consumer in consumers if consumer is not None)
     stored = (await bus.stream_info(subjects.REQ_STREAM)).messages

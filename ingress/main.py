@@ -31,6 +31,7 @@ from shared.errors import Draining
 from shared.log import configure_logging
 from shared.router import Router
 from shared.settings import Settings, SettingsError
+from shared.shares import Ingresses, TenantShares
 from shared.watches import Watches
 
 log = logging.getLogger(__name__)
@@ -174,6 +175,10 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await watches.start(bus)
         identities = Identities(settings.require_keys)
         await identities.start(bus)
+        shares, ingresses = TenantShares(), Ingresses(settings.lease_ttl_s)
+        await shares.start(bus)
+        await ingresses.start(bus)
+        dispatcher.lanes.weight, dispatcher.lanes.processes = shares.weight, ingresses.live
         keys = Keys(bus, settings)
         registrar = Registrar(bus, settings)
 
@@ -191,6 +196,8 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await lease.stop()
         await watches.close()
         await identities.close()
+        await shares.close()
+        await ingresses.close()
         await dispatcher.close()
         await context.limits.close()
         await keys.close()

@@ -18,6 +18,7 @@ import msgspec
 
 from shared import subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
+from shared.envelope import headers_of, limits_of
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -32,6 +33,7 @@ from shared.errors import (
     VersionNotFound,
     VersionRetired,
 )
+from shared.lanes import LaneSwitch
 from shared.locate import Located, locate, revoke
 from shared.records import Route, Version
 from shared.requester import (
@@ -51,7 +53,8 @@ from shared.requester import (
 )
 from shared.settings import Settings
 from shared.stream import Delta, Stream
-from shared.terms import Known, RequesterLimits
+from shared.terms import Known
+from shared.wakes import Hints
 from shared.withdrawals import Withdrawals
 
 __all__ = ["Delta", "Dispatcher", "Stream"]
@@ -60,7 +63,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 RELEASE_DELAY_S = 0.005  # a release waits this long for company; an attach takes along what waits
-TTL_MARGIN_S = 60
 OVER_MAX = 20_000  # ended requests whose usage is remembered
 READERS_MAX = 16  # of one request in one process
 REFUSED_AFTER_S = 1.5  # a version out of service may have workers still: time enough to find one
@@ -92,7 +94,8 @@ class Dispatcher:
         self._control = f"{bus.inbox}_ctl"
         # of requests that were published here; withdrawn: of the cancelled ones, those deleted before any worker spoke
         self.totals = {"published": 0, "completed": 0, "failed": 0, "cancelled": 0, "withdrawn": 0}
-        self._queued: dict[str, int] = {}
+        self.lanes = LaneSwitch(settings.tenant_burst if owner == subjects.INGRESS_OWNER else 0)
+        self._hints = Hints(self._publish)
         self._outgoing: dict[str, list[wire.Attach | wire.Release]] = {}
         self._outgoing_wake = asyncio.Event()
         self._heard: dict[tuple[str, str], float] = {}
@@ -128,7 +131,7 @@ class Dispatcher:
 
     def queued(self, tenant: str) -> int:
         """Requests of a tenant that are published and that no worker has accepted yet."""
-        return self._queued.get(tenant, 0)
+        return self.lanes.queued(tenant)
 
     def streams(self) -> Iterator[Stream]:
         """Those that have not ended."""
@@ -136,7 +139,7 @@ class Dispatcher:
 
     def queued_of_all(self) -> int:
         """The same of all tenants."""
-        return sum(self._queued.values())
+        return self.lanes.queued_of_all
 
     async def submit(self, request: wire.Request, tenant: str, keyed: bool = False, resumable: bool = False) -> Stream:
         """Store the request; its stream, once the publish is acknowledged.
@@ -157,7 +160,7 @@ class Dispatcher:
             home.address,
             request.sampling.n,
             now,
-            self._limits(now),
+            limits_of(self._settings, now),
             publisher=True,
             has_body=True,
             keyed=keyed,
@@ -167,10 +170,13 @@ class Dispatcher:
         )
         stream = Stream(self, request, tenant, requester, body)
         home.streams[stream.rid] = stream
-        self._queued[tenant] = self._queued.get(tenant, 0) + 1
-        subject = subjects.request(request.model, request.version, subjects.LANE_FAST, tenant)
+        stream.place = self.lanes.enter(tenant, request.model, request.version)
+        stream.lane = stream.place.lane
+        subject = subjects.request(request.model, request.version, stream.lane, tenant)
         try:
-            ack = await self._bus.publish_once(subject, stream.body, self._headers(requester, request.rid, False))
+            ack = await self._bus.publish_once(
+                subject, stream.body, headers_of(self._settings, requester, request.rid, False)
+            )
         except HeadraceError as error:
             self.act(stream, requester.publish_failed(error, time.monotonic()))
             if stream.ended:
@@ -189,7 +195,9 @@ class Dispatcher:
         return stream
 
     async def _wake(self, stream: Stream) -> None:
-        if time.monotonic() - self._heard.get((stream.model, stream.version), -math.inf) > WAKE_QUIET_S:
+        if stream.lane == subjects.LANE_FAIR:
+            self._hints.hint(stream.model, stream.version, stream.tenant)
+        elif time.monotonic() - self._heard.get((stream.model, stream.version), -math.inf) > WAKE_QUIET_S:
             await self._bus.publish(subjects.wake(stream.model, stream.version))
 
     async def attach(
@@ -215,7 +223,7 @@ class Dispatcher:
             home.address,
             request.sampling.n,
             now,
-            self._limits(now, queue_left_s),
+            limits_of(self._settings, now, queue_left_s),
             publisher=False,
             has_body=bool(body),
             keyed=keyed,
@@ -227,6 +235,7 @@ class Dispatcher:
         )
         stream = Stream(self, request, tenant, requester, body)
         stream.accepted = True  # whoever published it counts it in its queue
+        stream.lane = self.lanes.lane(tenant, stream.model, stream.version)
         home.streams[stream.rid] = stream
         self.act(stream, requester.tick(now))
         return stream
@@ -387,7 +396,6 @@ class Dispatcher:
     def act(self, stream: Stream, actions: list[Action]) -> None:
         """Carry out what the requester of `stream` decided."""
         if not stream.accepted and stream.requester.claims:
-            stream.accepted = True
             self._dequeue(stream)
         for action in actions:
             match action:
@@ -407,11 +415,11 @@ class Dispatcher:
                     self._count_end(stream)
                     self._forget(stream)
                 case Nak():
-                    self._do(self._publish(action.ack_subject, b"-NAK"))
+                    self._do(self._nak(stream, action.ack_subject))
                 case CheckMessage():
                     self._do(self._check(stream, action.seq))
                 case Move():
-                    stream.move(action.version)
+                    self._move(stream, action.version)
                 case Republish():
                     self._do(self._republish(stream, action.k))
                 case DeleteMessage(insist=True):
@@ -456,9 +464,7 @@ class Dispatcher:
             if home.streams.get(stream.rid) is stream:
                 del home.streams[stream.rid]
                 break
-        if not stream.accepted:
-            stream.accepted = True
-            self._dequeue(stream)
+        self._dequeue(stream)
         if stream.usage is not None:
             self._over[stream.rid] = stream.usage
             if len(self._over) > OVER_MAX:
@@ -467,9 +473,24 @@ class Dispatcher:
             self.on_end(stream)
 
     def _dequeue(self, stream: Stream) -> None:
-        self._queued[stream.tenant] -= 1
-        if not self._queued[stream.tenant]:
-            del self._queued[stream.tenant]
+        stream.accepted = True
+        if stream.place is not None:
+            self.lanes.leave(stream.place)
+            stream.place = None
+
+    def _move(self, stream: Stream, version: str) -> None:
+        """The request is to wait for another version, behind what its tenant has waiting for that one."""
+        queue = (stream.tenant, stream.model, version)
+        if stream.place is not None:
+            self.lanes.leave(stream.place)
+            stream.place = self.lanes.enter(*queue)
+        stream.lane = self.lanes.lane(*queue) if stream.place is None else stream.place.lane
+        stream.move(version)
+
+    async def _nak(self, stream: Stream, ack_subject: str) -> None:
+        await self._bus.publish(ack_subject, b"-NAK")
+        if subjects.is_fair(ack_subject):
+            self._hints.hint(stream.model, stream.version, stream.tenant)
 
     async def _send(self) -> None:
         while True:
@@ -533,11 +554,11 @@ class Dispatcher:
             error = StreamGone("the request was answered before, and no worker has its tokens any more")
             self.act(stream, stream.requester.unavailable(error, time.monotonic()))
             return
-        subject = subjects.request(stream.model, stream.version, subjects.LANE_FAST, stream.tenant)
+        subject = subjects.request(stream.model, stream.version, stream.lane, stream.tenant)
         message_id = wire.copy_id(stream.rid, stream.version, k)
         try:
             async with self._moving if k == 0 else contextlib.nullcontext():
-                headers = self._headers(stream.requester, message_id, True)
+                headers = headers_of(self._settings, stream.requester, message_id, True)
                 ack = await self._bus.publish_once(subject, stream.body, headers)
         except HeadraceError as error:
             self.act(stream, stream.requester.publish_failed(error, time.monotonic()))
@@ -545,7 +566,7 @@ class Dispatcher:
         # of a request that moves, anybody may have published the copy; of another one, only who speaks to the same workers
         self.act(stream, stream.requester.published(ack.seq, time.monotonic(), shared=k == 0 and ack.duplicate))
         self._withdraw(stream, time.monotonic())
-        if k == 0:
+        if k == 0 or stream.lane == subjects.LANE_FAIR:
             await self._wake(stream)
 
     async def _delete_left(self, sequence: int) -> None:
@@ -568,36 +589,3 @@ class Dispatcher:
             wire.HEADER_GENERATION_MS: str(int(self._settings.generation_deadline_s * 1000)),
         }
         await self._bus.publish_durable(subject, stream.body, headers)
-
-    def _limits(self, now: float, queue_left_s: float | None = None) -> RequesterLimits:
-        settings = self._settings
-        return RequesterLimits(
-            silence_s=settings.silence_s,
-            attach_timeout_s=settings.attach_timeout_s,
-            seek_every_s=settings.seek_every_s,
-            seek_every_max_s=settings.seek_every_max_s,
-            ack_wait_s=settings.ack_wait_s,
-            orphan_grace_s=settings.orphan_grace_s,
-            nak_hold_s=settings.nak_hold_s,
-            unserved_max_s=settings.ack_wait_s + settings.pull_expires_s + settings.seek_every_max_s,
-            deaths_max=settings.deaths_max,
-            queue_deadline=now + (settings.queue_deadline_s if queue_left_s is None else queue_left_s),
-            generation_s=settings.generation_deadline_s,
-        )
-
-    def _headers(self, requester: Requester, message_id: str, resume: bool) -> dict[str, str]:
-        settings, now = self._settings, time.monotonic()
-        queue_ms = max(0, int((requester.limits.queue_deadline - now) * 1000))
-        deadlines_s = settings.queue_deadline_s + settings.generation_deadline_s + settings.orphan_grace_s
-        headers = {
-            wire.HEADER_MSG_ID: message_id,
-            wire.HEADER_TTL: str(math.ceil(deadlines_s) + TTL_MARGIN_S),
-            wire.HEADER_WIRE: wire.WIRE_VERSION,
-            wire.HEADER_REPLY: requester.reply,
-            wire.HEADER_QUEUE_DEADLINE: str(int(time.time() * 1000) + queue_ms),
-            wire.HEADER_QUEUE_MS: str(queue_ms),
-            wire.HEADER_GENERATION_MS: str(int(requester.generation_left_s(now) * 1000)),
-        }
-        if resume:
-            headers[wire.HEADER_RESUME] = "1"
-        return headers

@@ -136,6 +136,7 @@ class Puller:
         self._inbox = f"{bus.inbox}_pull.{new_id()}"
         self._credit = Credit(self._heartbeat_s, settings.pull_expires_s)
         self._number = 0
+        self._stirred = 0.0  # when a pull was sent, or a message came
         self._wake = asyncio.Event()
         self._subscription: Subscription | None = None
         self._task: asyncio.Task[None] | None = None
@@ -166,6 +167,10 @@ class Puller:
         """Pulls that the server may still serve."""
         return self._credit.open
 
+    def quiet_s(self, now: float) -> float:
+        """For how long the server has had credit and no message for it; 0.0: it has no credit."""
+        return now - self._stirred if self._credit.outstanding else 0.0
+
     def pump(self) -> None:
         """Credit may have grown: pull once what came back is worth a message of its own."""
         if not self._wake.is_set() and self._credit.is_worth_a_pull(self._free()):
@@ -190,6 +195,7 @@ class Puller:
     async def _pull(self, batch: int, now: float) -> None:
         settings = self._bus.settings
         self._number += 1
+        self._stirred = now
         inbox = f"{self._inbox}.{self._number}"
         self._credit.pulled(inbox, batch, now)
         body = msgspec.json.encode(
@@ -205,6 +211,7 @@ class Puller:
         now = asyncio.get_running_loop().time()
         credit = self._credit
         if not message.status:
+            self._stirred = now
             if credit.message(now):
                 self._wake.set()
             self._on_pulled(message)

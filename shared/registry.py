@@ -231,9 +231,7 @@ async def _check_unused(bus: Bus, record: Version, route: Route | None) -> None:
         for lease in await read_bucket(bus, subjects.WORKERS_BUCKET, records.lease_at)
         if (lease.model, lease.version) == name
     ]
-    lane = subjects.requests_of_lane(*name, subjects.LANE_FAST)
-    consumer = await bus.consumer_info(subjects.REQ_STREAM, subjects.consumer(subjects.LANE_FAST, lane))
-    requests = consumer.num_pending + consumer.num_ack_pending if consumer else 0
+    requests = sum((await bus.subject_counts(subjects.REQ_STREAM, subjects.requests_of_version(*name))).values())
     if found := uses(record.version, route, leases, requests):
         kept = [name for name in ("min_replicas", "warm", "schedule") if getattr(record.limits, name)]
         if leases and kept:

@@ -71,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     limit_wait_s: float = 0.05  # how long a request waits for Redis; then this ingress decides by itself
     limit_lease_s: float = 15.0  # a request of an ingress that is gone counts as running for so long
     tokens_assumed: int = 256  # of each choice without max_tokens, until they are known
+    tenant_burst: int = 32  # of one of weight 1, over all ingresses: with more waiting it has to take turns
     choices_max: int = 16
     prompts_max: int = 64  # of one request
     stop_strings_max: int = 4
@@ -108,6 +109,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     usage_bytes_max: int = GIB  # more drop the oldest; a request takes some 100 bytes
     audit_kept_s: float = 90 * 86_400.0  # entries of the audit log
     audit_bytes_max: int = 256 * MIB  # more drop the oldest
+    fair_consumer_idle_s: float = 300.0  # the consumer of a tenant's backlog goes away after so long without use
     publish_timeout_s: float = 15.0  # an election of a stream's leader takes up to 10
 
     # the worker

@@ -11,9 +11,11 @@ import msgspec
 from shared import wire
 from shared.actions import Deliver
 from shared.errors import Cancelled, HeadraceError
+from shared.subjects import LANE_FAST
 
 if TYPE_CHECKING:
     from shared.dispatch import Dispatcher
+    from shared.lanes import Place
     from shared.requester import Requester
 
 
@@ -67,6 +69,8 @@ class Stream:
         self.usage: wire.Usage | None = None
         self.requester = requester
         self.accepted = False
+        self.place: Place | None = None  # where it is queued, until it is accepted
+        self.lane = LANE_FAST  # where it is published
         self.counted = False  # in the dispatcher's totals: it published the message, and that was stored
         self.ended = False
         self.revoked = False  # cancelled for everybody

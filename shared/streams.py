@@ -66,6 +66,7 @@ class Delivery(msgspec.Struct):
     sequence: int  # in the stream
     delivered: int  # 1: the first delivery
     stored_ms: int  # unix ms when the stream took it
+    left: int  # messages that its consumer had not delivered then
 
 
 def delivery_of(ack_subject: str) -> Delivery:
@@ -77,7 +78,8 @@ def delivery_of(ack_subject: str) -> Delivery:
     if len(tokens) < 9:
         raise ValueError(f"not an ack subject: {ack_subject[:80]!r}")
     offset = 4 if len(tokens) == 9 else 6
-    return Delivery(int(tokens[offset + 1]), int(tokens[offset]), int(tokens[offset + 3]) // 1_000_000)
+    number = [int(token) for token in tokens[offset : offset + 5]]
+    return Delivery(number[1], number[0], number[3] // 1_000_000, number[4])
 
 
 def _reply(operation: str, answer: Any) -> dict[str, Any]:
@@ -295,7 +297,15 @@ class Streams:
 
     async def ensure_consumer(self, model: str, version: str, lane: str) -> str:
         """Create the durable pull consumer of (model, version, lane) unless it is there; its name."""
-        filter_subject = subjects.requests_of_lane(model, version, lane)
+        return await self._ensure_consumer(lane, subjects.requests_of_lane(model, version, lane), {})
+
+    async def ensure_fair_consumer(self, model: str, version: str, tenant: str) -> str:
+        """The same of one tenant's backlog. Without pulls and claims it goes away by itself, and nothing is lost by that."""
+        idle = {"inactive_threshold": int(self.settings.fair_consumer_idle_s * SECOND)}
+        filter_subject = subjects.request(model, version, subjects.LANE_FAIR, tenant)
+        return await self._ensure_consumer(subjects.LANE_FAIR, filter_subject, idle)
+
+    async def _ensure_consumer(self, lane: str, filter_subject: str, more: dict[str, Any]) -> str:
         name = subjects.consumer(lane, filter_subject)
         config = {
             "durable_name": name,
@@ -310,7 +320,7 @@ class Streams:
         }
         await self.api(
             f"CONSUMER.CREATE.{subjects.REQ_STREAM}.{name}.{filter_subject}",
-            {"stream_name": subjects.REQ_STREAM, "config": config},
+            {"stream_name": subjects.REQ_STREAM, "config": config | more},
         )
         return name
 
@@ -333,6 +343,11 @@ class Streams:
 
     async def stream_info(self, stream: str) -> StreamState:
         return msgspec.convert((await self.api(f"STREAM.INFO.{stream}"))["state"], StreamState)
+
+    async def subject_counts(self, stream: str, filter_subject: str) -> dict[str, int]:
+        """Messages stored on each subject that matches, claimed ones too; of a hundred thousand subjects at most."""
+        state = (await self.api(f"STREAM.INFO.{stream}", {"subjects_filter": filter_subject}))["state"]
+        return state.get("subjects") or {}
 
     async def stream_made_us(self, stream: str) -> int:
         """When a stream was made, in unix microseconds on the server's clock: one that was lost is made later again."""

@@ -28,7 +28,8 @@ DECISIONS_BUCKET = "decisions"
 
 INGRESS_OWNER = "ingress"
 LOCAL_TENANT = "local"
-LANE_FAST = "fast"
+LANE_FAST = "fast"  # of tenants that have little waiting: one consumer for all of them
+LANE_FAIR = "fair"  # of the others: a consumer for each
 
 NAME_BYTES_MAX = 128
 
@@ -88,6 +89,15 @@ def requests_mapped(model: str, version: str) -> str:
     return f"q.{encode_token(model)}.{encode_token(version)}.$1.$2"
 
 
+BACKLOGGED = f"q.*.*.{LANE_FAIR}.*"  # every request of the lane fair
+
+
+def place_of_request(subject: str) -> tuple[str, str, str, str]:
+    """(model, version, lane, tenant) of a request's subject. Raises ValueError."""
+    _, model, version, lane, tenant = subject.split(".")
+    return decode_token(model), decode_token(version), lane, decode_token(tenant)
+
+
 def version_of_request(subject: str) -> str:
     """The version of a request's subject."""
     return decode_token(subject.split(".")[2])
@@ -101,6 +111,16 @@ def tenant_of_request(subject: str) -> str:
 def consumer(lane: str, filter_subject: str) -> str:
     """The durable consumer of a filter: `<lane>-` and 32 hex digits of blake2b(filter subject)."""
     return f"{lane}-{hashlib.blake2b(filter_subject.encode(), digest_size=16).hexdigest()}"
+
+
+def fair_consumer(model: str, version: str, tenant: str) -> str:
+    """The durable consumer of a tenant that is backlogged."""
+    return consumer(LANE_FAIR, request(model, version, LANE_FAIR, tenant))
+
+
+def is_fair(ack_subject: str) -> bool:
+    """Whether what is acked there came out of the lane fair."""
+    return f".{REQ_STREAM}.{LANE_FAIR}-" in ack_subject
 
 
 def dead_letter(model: str, version: str, tenant: str) -> str:
@@ -159,7 +179,7 @@ CANCEL = "ctl.requests.cancel"  # end a request for everybody, wherever it is
 
 
 def wake(model: str, version: str) -> str:
-    """The hint of a publisher that a version has work: core NATS, empty body."""
+    """The hint of a publisher that a version has work: core NATS. The body names tenants (shared.wakes), or is empty."""
     return f"wake.{encode_token(model)}.{encode_token(version)}"
 
 

@@ -7,6 +7,8 @@ The driver calls one method for each event and performs the returned actions in 
 All times are monotonic seconds. A run is one generation in the engine: `Start` names it by a fresh key.
 """
 
+from collections import Counter
+
 import msgspec
 
 from shared import subjects
@@ -30,6 +32,7 @@ from shared.wire import (
     WireError,
     new_id,
 )
+from workers.delivery import Delivery as Delivery
 from workers.engine.request import TokenEvent
 from workers.history import History, Match, positions_of
 from workers.trials import Trials
@@ -47,21 +50,6 @@ class ClaimLimits(msgspec.Struct, frozen=True, kw_only=True):
     history_tokens_max: int = 500_000  # of all kept histories together; the oldest go first
     deadline_margin_s: float = 5.0  # the requester's own clock ends a generation first
     deliveries_max: int = 100
-
-
-class Delivery(msgspec.Struct, kw_only=True):
-    """A message of REQ as it came out of a pull."""
-
-    request: Request
-    tenant: str
-    seq: int
-    handle: str  # its ack subject
-    reply: str  # Hr-Reply: the frame address of whoever published it
-    deliveries: int = 1  # from the ack subject: 1 is the first
-    resume: bool = False  # Hr-Resume
-    queued_ms: int = 0
-    generation_s: float = 600.0  # Hr-Generation-Ms
-    queue_deadline: float | None = None  # Hr-Queue-Deadline, as a monotonic time
 
 
 # -- actions -----------------------------------------------------------------------------------------------------------
@@ -181,7 +169,7 @@ class ClaimTable:
         self.worker = worker
         self.limits = limits
         self.draining = False
-        self.holding = 0  # claims that hold a slot: credit for pulls is slots less this. A finished one holds none
+        self.holding_of: Counter[str] = Counter()  # by tenant: claims that hold a slot. A finished one holds none
         self.orphans = 0  # claims ended because nobody was left
         self.restarts = 0  # runs started again from a requester's ids
         self.redeliveries = 0  # claims of a message that was delivered before
@@ -198,6 +186,20 @@ class ClaimTable:
     def __len__(self) -> int:
         """Claims held, finished or not: messages that are not acked."""
         return len(self._claims)
+
+    @property
+    def holding(self) -> int:
+        """Claims that hold a slot."""
+        return self.holding_of.total()
+
+    def of_lane_fair(self) -> Counter[str]:
+        """Messages held that came out of the lane fair, by tenant."""
+        return Counter(
+            claim.delivery.tenant
+            for claim in self._claims.values()
+            for handle in claim.handles.values()
+            if subjects.is_fair(handle)
+        )
 
     def handles(self) -> list[str]:
         """The ack subjects that the in-progress loop keeps alive."""
@@ -219,7 +221,7 @@ class ClaimTable:
             return [Nak(delivery.handle)]
         self._forget_kept(rid)
         claim = self._claims[rid] = _Claim(delivery, now, self.limits)
-        self.holding += 1
+        self._hold(claim, 1)
         actions: list[Action] = []
         self._accept(claim, actions)
         if delivery.deliveries == 1 and not delivery.resume:
@@ -521,7 +523,7 @@ class ClaimTable:
         self._stop_run(claim, actions)
         if claim.ended:
             claim.ended = False
-            self.holding += 1
+            self._hold(claim, 1)
         claim.runs += 1
         claim.run = f"{claim.id}.{claim.runs}"
         claim.history = History(prefix, claim.delivery.request.sampling.logprobs is not None)
@@ -541,7 +543,7 @@ class ClaimTable:
         self._trials.forget(claim.rid)
         claim.run = ""
         claim.ended = True
-        self.holding -= 1
+        self._hold(claim, -1)
         claim.resend_at = now + self.limits.resend_s
 
     def _fail(self, claim: _Claim, error: WireError, now: float, actions: list[Action]) -> None:
@@ -570,7 +572,14 @@ class ClaimTable:
     def _forget(self, claim: _Claim, actions: list[Action]) -> None:
         self._stop_run(claim, actions)
         del self._claims[claim.rid]
-        self.holding -= not claim.ended
+        if not claim.ended:
+            self._hold(claim, -1)
+
+    def _hold(self, claim: _Claim, change: int) -> None:
+        tenant = claim.delivery.tenant
+        self.holding_of[tenant] += change
+        if not self.holding_of[tenant]:
+            del self.holding_of[tenant]
 
     def _take_leave(self, claim: _Claim, actions: list[Action]) -> None:
         for reply, subscriber in claim.subscribers.items():

@@ -8,19 +8,20 @@ latest where it is met for the second time. It has no tokens yet, and its reques
 when a worker drains: nothing is lost and nobody waits for a timer.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from shared.streams import ConsumerInfo
 
 EVERY_S = 1.0  # questions to the broker
 
 
-def free_slots(slots: int, holding: int, full: bool) -> int:
-    """Requests that a worker with so many claims may take.
+def free_slots(slots: int, hold_max: int, holding: Mapping[str, int], full: bool) -> int:
+    """Requests that a worker may take, with what it is `holding` of each tenant.
 
+    `hold_max`: of one tenant, for which the batch has room: what it has over that keeps no slot from others.
     `full`: it drains, or one waits for room already: others would only wait too, and another worker may have room for them.
     """
-    return 0 if full else slots - holding
+    return 0 if full else slots - sum(min(count, hold_max) for count in holding.values())
 
 
 class HandBack:

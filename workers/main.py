@@ -28,6 +28,7 @@ from shared.leases import LeaseKeeper
 from shared.log import configure_logging
 from shared.records import Lease, Version
 from shared.settings import Settings, load
+from shared.shares import TenantShares
 from shared.wire import Assign
 from workers.device_lock import hold_device
 from workers.engine.load import SIMULATED, LoadRefused, import_engine, load_engine, warm_up
@@ -137,7 +138,9 @@ class Worker:
         self._config = engine_digest(version.engine)
         engine = await self._until_stopped(asyncio.to_thread(self._load, version))
         metrics.watch(engine)
-        server = WorkerServer(bus, self._settings, version, self.id, engine, metrics, self._first_token)
+        shares = TenantShares()
+        await shares.start(bus)
+        server = WorkerServer(bus, self._settings, version, self.id, engine, metrics, self._first_token, shares)
         self._server = server
         await server.start()
         log.info("loaded after %.1f s: %s", time.monotonic() - begin, self._show_phases())
@@ -156,6 +159,7 @@ class Worker:
             useless.cancel()
             await asyncio.gather(useless, return_exceptions=True)
             await server.stop()
+            await shares.close()
         return 0
 
     async def _claim_as_wanted(self, server: WorkerServer, leases: LeaseKeeper, useless: asyncio.Task[str]) -> None:

@@ -15,17 +15,21 @@ from shared.errors import EngineFailed, HeadraceError, Unavailable
 from shared.pull import Puller
 from shared.records import Lease, Version
 from shared.settings import Settings
+from shared.shares import TenantShares
 from shared.streams import delivery_of
 from shared.usage import UsageEvent
 from shared.wire import Malformed
 from workers.billing import Biller
 from workers.claims import Abort, Ack, Action, Bill, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
-from workers.engine.request import Engine, EngineRequest, TokenEvent
+from workers.engine.fairness import OUTPUT_COST, PROMPT_COST
+from workers.engine.request import Engine, EngineRequest, TenantLimits, TokenEvent
+from workers.fair import FairPuller
 from workers.handback import HandBack, free_slots
 from workers.metering import Meter
 from workers.metrics import WorkerMetrics
 from workers.observer import RunObserver
 from workers.replier import Replier
+from workers.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +58,10 @@ class WorkerServer:
         engine: Engine,
         metrics: WorkerMetrics,
         on_first_token: Callable[[float], None],
+        shares: TenantShares | None = None,
     ) -> None:
         self._bus, self._settings, self._version, self._worker = bus, settings, version, worker
-        self._engine, self._metrics = engine, metrics
+        self._engine, self._metrics, self._shares = engine, metrics, shares or TenantShares()
         self._observer = RunObserver(metrics, on_first_token)
         self._table = ClaimTable(
             worker,
@@ -73,7 +78,21 @@ class WorkerServer:
         consumer = subjects.consumer(
             subjects.LANE_FAST, subjects.requests_of_lane(version.model, version.version, subjects.LANE_FAST)
         )
-        self._puller = Puller(bus, subjects.REQ_STREAM, consumer, self._free, self._on_message)
+        self._puller = Puller(bus, subjects.REQ_STREAM, consumer, self._free, self._on_fast)
+        slots = engine.info.slots
+        self._hold_max = max(1, slots - int(slots * version.engine.slots_reserved_fraction))
+        self._turns = Turns(self._hold_max)
+        self._fair = FairPuller(
+            bus,
+            version,
+            self._turns,
+            self._free,
+            self._puller.quiet_s,
+            self._table.of_lane_fair,
+            self._share,
+            self._on_message,
+        )
+        self._submitted = 0  # runs
         self._handback = HandBack(
             lambda: bus.consumer_info(subjects.REQ_STREAM, consumer),
             lambda: self._puller.open,
@@ -104,15 +123,19 @@ class WorkerServer:
     async def claim(self) -> None:
         """Take requests from now on."""
         await self._puller.start()
+        await self._fair.start()
 
     async def rest(self) -> None:
         """Take no more requests until the next `claim`; those that are held go on."""
-        await self._puller.stop()
+        await self._stop_claiming()
+
+    async def _stop_claiming(self) -> None:
+        await asyncio.gather(self._puller.stop(), self._fair.stop())
 
     async def drain(self) -> None:
         """Claim no more; let what is claimed finish within the drain budget; hand back the rest."""
         self._table.drain()
-        await self._puller.stop()
+        await self._stop_claiming()
         budget_s = self._settings.drain_budget_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(budget_s - min(HAND_BACK_S, budget_s / 10)):
@@ -130,7 +153,7 @@ class WorkerServer:
         for task in [*self._loops, *self._preparing.values()]:
             task.cancel()
         await asyncio.gather(*self._loops, *self._preparing.values(), *self._background, return_exceptions=True)
-        await self._puller.stop()
+        await self._stop_claiming()
         await self._replier.stop()
         await self._biller.stop()
         await self._flush()
@@ -155,7 +178,7 @@ class WorkerServer:
         self._silent = True
         for task in self._loops:
             task.cancel()
-        await self._puller.stop()
+        await self._stop_claiming()
         self._act(self._table.abandon())
         await self._flush()
 
@@ -172,7 +195,25 @@ class WorkerServer:
 
     def _free(self) -> int:
         table, engine = self._table, self._engine
-        return free_slots(engine.info.slots, table.holding, engine.blocked or table.draining)
+        full = engine.blocked or table.draining
+        return free_slots(engine.info.slots, self._hold_max, table.holding_of, full)
+
+    def _share(self, credit: int) -> list[tuple[str, int]]:
+        """Whose backlog to take so many requests from. The engine is told who has one."""
+        limits = {tenant: self._limits(tenant) for tenant in self._turns.tenants}
+        standings = self._engine.standings(limits)
+        if not credit or not limits:
+            return []
+        stats = self._engine.stats()
+        service = (PROMPT_COST * stats.prompt_tokens + OUTPUT_COST * stats.generated_tokens) / max(1, self._submitted)
+        return self._turns.share(credit, self._table.holding_of, standings, limits, max(1.0, service))
+
+    def _limits(self, tenant: str) -> TenantLimits:
+        return TenantLimits(weight=self._shares.weight(tenant), priority=self._shares.priority(tenant))
+
+    def _on_fast(self, message: Message) -> None:
+        self._fair.fast_claimed()
+        self._on_message(message)
 
     def _on_message(self, message: Message) -> None:
         if "Nats-Marker-Reason" in message.headers:  # a marker that a message expired is not a request
@@ -229,6 +270,7 @@ class WorkerServer:
         if self._silent:
             actions = [action for action in actions if isinstance(action, Nak)]
         billed: list[str] | None = None  # the messages of a request that is accounted for first
+        handed_back = False
         for action in actions:
             match action:
                 case Send():
@@ -251,10 +293,14 @@ class WorkerServer:
                         billed.append(action.handle)
                 case Nak():
                     self._out(action.handle, NAK)
+                    handed_back = handed_back or subjects.is_fair(action.handle)
                 case DeadLetter():
                     self._do(self._dead_letter(action))
+        if handed_back:
+            self._out(subjects.wake(self._version.model, self._version.version), b"")
         self._acted.set()
         self._puller.pump()
+        self._fair.pump()
 
     def _came_to(self, bill: Bill) -> UsageEvent:
         request, usage = bill.delivery.request, bill.usage
@@ -291,6 +337,7 @@ class WorkerServer:
             self._preparing.pop(start.run, None)
             self._observer.started(start, time.monotonic())
             self._meter.submitted(start.run, request.rid, len(prompt_ids), time.monotonic())
+            self._submitted += 1
             self._engine.submit(
                 EngineRequest(
                     key=start.run,
@@ -298,6 +345,7 @@ class WorkerServer:
                     prompt_ids=prompt_ids,
                     sampling=request.sampling,
                     prefix=start.prefix,
+                    limits=self._limits(start.tenant),
                     admit_by=self._admit_by(start),
                 )
             )

@@ -242,7 +242,8 @@ class Worker:
             self._pull()
 
     def _free(self) -> int:
-        return free_slots(self.slots, len(self._held), self._scheduler.blocked or self.state == "draining")
+        full = self._scheduler.blocked or self.state == "draining"
+        return free_slots(self.slots, self.slots, {"": len(self._held)}, full)
 
     def _pump(self) -> None:
         if self.listens and self._credit.is_worth_a_pull(self._free()):

@@ -108,6 +108,62 @@ def test_pending_and_claimed_messages_are_the_lag_and_keep_the_version_busy(obse
     observe(work)
 
 
+def test_the_lag_is_that_of_both_lanes_and_its_deliveries_only_rise(observe: RunObserver) -> None:
+    async def work(bus: Bus, observer: Observer) -> None:
+        taken: list[Message] = []
+        await bus.subscribe("_INBOX.taker", taken.append)
+
+        async def publish(tenant: str, number: int) -> None:
+            subject = subjects.request(*NAME, subjects.LANE_FAIR, tenant)
+            await bus.publish_durable(subject, b"{}", {"Nats-Msg-Id": f"{tenant} {number}"})
+
+        async def take(tenant: str) -> Message:
+            name = await bus.ensure_fair_consumer(*NAME, tenant)
+            before = len(taken)
+            await bus.publish(f"$JS.API.CONSUMER.MSG.NEXT.{subjects.REQ_STREAM}.{name}", b"", "_INBOX.taker")
+            await until(lambda: len(taken) > before)
+            return taken[-1]
+
+        async def poll() -> tuple[int, int, int]:
+            await observer.poll(time.monotonic())
+            sums = await observer._backlogs.read()
+            lag = facts(observer, 0.0).lag
+            return lag.pending, lag.claimed, sums[NAME].delivered.consumer_seq
+
+        await publish("a", 1)
+        await publish("a", 2)
+        await publish("b", 1)
+        assert await poll() == (3, 0, 0)  # nobody has asked for them, so that they have no consumers
+        message = await take("a")
+        assert await poll() == (2, 1, 1)
+        await bus.publish(message.reply, b"+ACK")
+        for tenant in ("a", "b"):
+            await bus.publish((await take(tenant)).reply, b"+ACK")
+        await until_async(lambda: is_empty(bus))
+        assert await poll() == (0, 0, 2)  # that of b came and went unseen
+        await publish("a", 3)
+        await take("a")
+        assert await poll() == (0, 1, 3)
+        name = subjects.fair_consumer(*NAME, "a")
+        await bus.api(f"CONSUMER.DELETE.{subjects.REQ_STREAM}.{name}")
+        assert await poll() == (1, 0, 3)
+        await take("a")
+        assert await poll() == (0, 1, 4)
+
+    observe(work)
+
+
+async def is_empty(bus: Bus) -> bool:
+    return (await bus.stream_info(subjects.REQ_STREAM)).messages == 0
+
+
+async def until_async(condition: Callable[[], Awaitable[bool]], budget_s: float = 10.0) -> None:
+    deadline = time.monotonic() + budget_s
+    while not await condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.005)
+
+
 def test_without_a_consumer_lag_is_unknown(observe: RunObserver) -> None:
     async def work(bus: Bus, observer: Observer) -> None:
         await bus.delete_consumer(*NAME, subjects.LANE_FAST)

@@ -26,7 +26,7 @@ from workers.engine.observer import StepObserver
 from workers.engine.out_of_memory import give_back, is_lost, is_out_of_memory
 from workers.engine.pacer import Cost, Pacer
 from workers.engine.probe import measure
-from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
+from workers.engine.request import EngineInfo, EngineRequest, EngineStats, Item, Standing, TenantLimits, TokenEvent
 from workers.engine.runs import Choice, Run
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, StepPlan
@@ -89,7 +89,8 @@ class BatchEngine:
         if target is None and info.device.startswith("cuda"):
             target = TPOT_MS_TARGET_GPU
         self._pacer = Pacer(target, cost)
-        self._inbox: SimpleQueue[EngineRequest | str | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Item] = SimpleQueue()
+        self._outside: dict[str, TenantLimits] = {}
         self._runs: dict[str, Run] = {}
         self._scheduler = self._new_scheduler()
         self._drafter = Drafter() if settings.speculation == "ngram" and runner.verifies_drafts else None
@@ -140,6 +141,12 @@ class BatchEngine:
 
     def cancel(self, key: str) -> None:
         self._inbox.put(key)
+
+    def standings(self, outside: dict[str, TenantLimits]) -> dict[str, Standing]:
+        if outside != self._outside:
+            self._outside = outside
+            self._inbox.put(outside)
+        return {tenant: self._scheduler.ledger.standing(tenant) for tenant in outside}
 
     @property
     def blocked(self) -> bool:
@@ -222,10 +229,12 @@ class BatchEngine:
                 return
             self._take(item, events)
 
-    def _take(self, item: EngineRequest | str | None, events: list[TokenEvent]) -> None:
+    def _take(self, item: Item, events: list[TokenEvent]) -> None:
         if isinstance(item, EngineRequest):
             self._begin(item, events)
             self._begun += 1
+        elif isinstance(item, dict):
+            self._scheduler.ledger.expect(item)
         elif item is not None and item in self._runs:
             self._end(self._runs[item])
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from workers.engine.request import TenantLimits
+from workers.engine.request import Standing, TenantLimits
 
 PROMPT_COST = 1
 OUTPUT_COST = 2
@@ -80,9 +80,9 @@ class Account(Generic[E]):
         self.limits = limits
         self._base += counter - self.counter
 
-    def rank(self) -> tuple[float, float]:
-        """The order of admission: of two with the same counter, the one that holds less."""
-        return self.counter, self.slots / self.limits.weight
+    def rank(self) -> tuple[int, float, float]:
+        """The order of admission: by priority, then by counter; of two with the same, the one that holds less."""
+        return -self.limits.priority, self.counter, self.slots / self.limits.weight
 
 
 NOBODY: Account[Any] = Account("")  # of entries that are in no ledger
@@ -100,22 +100,35 @@ class TenantLedger(Generic[E]):
         self._accounts: OrderedDict[str, Account[E]] = OrderedDict()
         self.active: dict[Account[E], None] = {}  # those with entries that wait or run
         self._queues: dict[Account[E], None] = {}  # those with entries that wait
+        self._outside: set[Account[E]] = set()  # those that have something waiting before it comes to `add`
         self._named: set[str] = set()
         self._closed_service = 0
         self._reached = 0.0  # the counter up to which everybody has been served who waited
 
     def add(self, entry: E, tenant: str, limits: TenantLimits) -> None:
         """`entry` begins to wait."""
-        account = self._account(tenant)
-        if limits != account.limits:
-            account.limit(limits)
-        if not account.waiting:
-            others = (each.counter for each in self.active if each is not account)
-            account.lift(max(self._reached, min(others, default=0.0)))
+        account = self._limited(tenant, limits)
+        if not account.waiting and account not in self._outside:
+            self._lift(account)
         account.live += 1
         self.active[account] = None
         entry.account = account
         self._wait(entry, account)
+
+    def expect(self, outside: dict[str, TenantLimits]) -> None:
+        """These tenants, and no others, have something waiting that is to come to `add` when it is their turn."""
+        expected = {self._limited(tenant, limits) for tenant, limits in outside.items()}
+        for account in expected - self._outside:
+            if not account.waiting:
+                self._lift(account)
+        self._outside = expected
+
+    def standing(self, tenant: str) -> Standing:
+        """May be called on another thread, and then is as of a moment ago."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            return Standing(self._reached, 0)
+        return Standing(account.counter, len(account.waiting))
 
     def put_back(self, entry: E) -> None:
         """`entry` has left the batch and must wait again, before what its tenant has waiting."""
@@ -211,6 +224,16 @@ class TenantLedger(Generic[E]):
             assert account.live >= account.slots + len(account.waiting), f"{account.tenant}: {account.live} live"
         assert self.waiting == sum(len(account.waiting) for account in self._queues), f"{self.waiting} waiting"
 
+    def _lift(self, account: Account[E]) -> None:
+        others = (each.counter for each in {*self.active, *self._outside} if each is not account)
+        account.lift(max(self._reached, min(others, default=0.0)))
+
+    def _limited(self, tenant: str, limits: TenantLimits) -> Account[E]:
+        account = self._account(tenant)
+        if limits != account.limits:
+            account.limit(limits)
+        return account
+
     def _account(self, tenant: str) -> Account[E]:
         account = self._accounts.get(tenant)
         if account is None:
@@ -236,7 +259,8 @@ class TenantLedger(Generic[E]):
         if len(self._accounts) <= ACCOUNTS_MAX:
             return
         for account in self._accounts.values():
-            if account.live == 0 and account.blocks == 0 and account.tenant not in self._named:
+            idle = account.live == 0 and account.blocks == 0 and account not in self._outside
+            if idle and account.tenant not in self._named:
                 self._closed_service += account.service
                 del self._accounts[account.tenant]
                 return

@@ -13,8 +13,16 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant may have of one engine."""
 
     weight: float = 1.0  # its share against the others'
+    priority: int = 0  # of two that wait, the higher one goes first
     slots_max: int | None = None  # sequences in the batch; None: what is not reserved
     blocks_max: int | None = None  # KV blocks; None: what is not reserved
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """Where a tenant stands with the ledger of an engine."""
+
+    counter: float  # of two tenants of one priority, the smaller one is served next
+    waiting: int  # sequences that are not in the batch
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
@@ -27,6 +35,10 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     prefix: list[list[int]] = []  # per choice: ids handed out before (by another worker), an echo's too; [] = none
     limits: TenantLimits = TenantLimits()  # the tenant's, as of now
     admit_by: float | None = None  # time.monotonic() by which it should be in the batch; None: no matter when
+
+
+Item = EngineRequest | str | dict[str, TenantLimits] | None
+"""What an engine's thread is told: a run, the key of one to cancel, who waits outside; None: look whether to stop."""
 
 
 class TokenEvent(msgspec.Struct, kw_only=True):
@@ -107,6 +119,12 @@ class Engine(Protocol):
 
     def cancel(self, key: str) -> None:
         """End a run at the next step edge: its slot and blocks are free then, and no more events come. Idempotent."""
+
+    def standings(self, outside: dict[str, TenantLimits]) -> dict[str, Standing]:
+        """Of the tenants that have requests which wait to be submitted: from now on they wait for the ledger, too.
+
+        What they are owed is kept for them, while a tenant without anything waiting earns nothing.
+        """
 
     @property
     def blocked(self) -> bool:

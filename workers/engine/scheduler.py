@@ -53,7 +53,7 @@ class Scheduler:
         self.preemptions = 0
         self.steps = 0
         self.blocked = (
-            False  # some wait for a slot, memory or a smaller batch; or for their caps, more than is reserved
+            False  # some wait for a slot, memory or a smaller batch, not only for caps that leave others a part
         )
         self.late = False  # a prefill is about to miss its target: whoever has a clock says so before `plan`
         self.places = 0  # sequences in the batch of the last plan
@@ -328,7 +328,7 @@ class Scheduler:
                     return entered
                 capped = capped or sequence.capped
             account.backlogged = None  # passed over: it is not the others that it waits for
-        self.blocked = capped and self.ledger.waiting > self._slots_reserved
+        self.blocked = capped and not self._slots_reserved
         return None
 
     def _try(self, sequence: Sequence, in_turn: bool) -> Sequence | None:

@@ -19,7 +19,7 @@ from workers.engine.blocks import blocks_for
 from workers.engine.checks import check_ids, check_length, check_sampling
 from workers.engine.engine import LOST
 from workers.engine.fairness import TenantLedger
-from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
+from workers.engine.request import EngineInfo, EngineRequest, EngineStats, Item, Standing, TenantLimits, TokenEvent
 from workers.engine.runs import Choice, Run
 from workers.engine.text import TextSide
 from workers.engine.vllm_params import logprob, parameters, refuse_what_differs
@@ -59,7 +59,8 @@ class VllmEngine:
         self._make_params = make_params
         self._text = text
         self._ledger: TenantLedger[Choice] = TenantLedger(info.slots)
-        self._inbox: SimpleQueue[EngineRequest | str | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Item] = SimpleQueue()
+        self._outside: dict[str, TenantLimits] = {}
         self._runs: dict[str, Run] = {}
         self._running: dict[str, Choice] = {}  # by the id that vLLM knows
         self._submitted = 0
@@ -102,6 +103,12 @@ class VllmEngine:
 
     def cancel(self, key: str) -> None:
         self._inbox.put(key)
+
+    def standings(self, outside: dict[str, TenantLimits]) -> dict[str, Standing]:
+        if outside != self._outside:
+            self._outside = outside
+            self._inbox.put(outside)
+        return {tenant: self._ledger.standing(tenant) for tenant in outside}
 
     @property
     def blocked(self) -> bool:
@@ -151,10 +158,12 @@ class VllmEngine:
                 return
             self._take(item, events)
 
-    def _take(self, item: EngineRequest | str | None, events: list[TokenEvent]) -> None:
+    def _take(self, item: Item, events: list[TokenEvent]) -> None:
         if isinstance(item, EngineRequest):
             self._begin(item, events)
             self._begun += 1
+        elif isinstance(item, dict):
+            self._ledger.expect(item)
         elif item is not None and item in self._runs:
             self._end(self._runs[item])
 

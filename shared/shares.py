@@ -1,0 +1,81 @@
+"""What every process must know of others to be fair: the tenants' weights and priorities, and how many ingresses there are."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shared import subjects, tenants
+from shared.errors import Internal
+
+if TYPE_CHECKING:
+    from shared.bus import Bus
+    from shared.keyvalue import Watch
+    from shared.tenants import Tenant
+
+log = logging.getLogger(__name__)
+
+
+class TenantShares:
+    """The bucket `tenants`, watched. A tenant that has no record has weight 1 and priority 0."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._watch: Watch | None = None
+
+    async def start(self, bus: "Bus") -> None:
+        """Returns when what is there now is known."""
+        self._watch = await bus.watch(subjects.TENANTS_BUCKET, self.on_change)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            await self._watch.close()
+
+    def on_change(self, key: str, value: bytes | None) -> None:
+        try:
+            if value is None:
+                self._tenants.pop(tenants.tenant_key(key), None)
+                return
+            tenant = tenants.tenant_at(key, value)
+        except Internal as error:
+            log.error("the tenant %s stays as it was: %s", key, error)
+            return
+        self._tenants[tenant.name] = tenant
+
+    def weight(self, tenant: str) -> float:
+        found = self._tenants.get(tenant)
+        return 1.0 if found is None else found.weight
+
+    def priority(self, tenant: str) -> int:
+        found = self._tenants.get(tenant)
+        return 0 if found is None else found.priority
+
+
+class Ingresses:
+    """The leases in the bucket `ingresses`: how many have been heard of within their time to live."""
+
+    def __init__(self, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ttl_s, self._clock = ttl_s, clock
+        self._heard: dict[str, float] = {}
+        self._watch: Watch | None = None
+
+    async def start(self, bus: "Bus") -> None:
+        """Returns when what is there now is known."""
+        self._watch = await bus.watch(subjects.INGRESSES_BUCKET, self.on_change)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            await self._watch.close()
+
+    def on_change(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            self._heard.pop(key, None)
+        else:
+            self._heard[key] = self._clock()
+
+    def live(self) -> int:
+        """At least this process, which may not have heard of itself yet."""
+        oldest = self._clock() - self._ttl_s
+        for key in [key for key, at in self._heard.items() if at < oldest]:
+            del self._heard[key]
+        return max(1, len(self._heard))

@@ -1,0 +1,203 @@
+"""The worker's end of the lane fair: with credit that `fast` has no use for, it pulls from tenants' backlogs in turn.
+
+A pull never waits: it takes what is there. So a tenant's backlog costs something only while there is one.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from shared import subjects, wakes
+from shared.bus import Bus, Message, Subscription
+from shared.errors import Unavailable
+from shared.records import Version
+from shared.streams import delivery_of
+from shared.wire import new_id
+from workers.turns import Turns
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two looks at what waits: for what no hint came of
+LOOK_HINTED_S = 0.05  # at least, where hints tell of more than is known
+QUIET_S = 0.003  # `fast` has had credit and no message for so long: it has no use for it
+STUCK_S = 0.02  # between two tries to share credit among tenants that may not have more
+FAST_MAX = 7  # claims from `fast` in a row while something waits in `fair`
+PULL_S = 2.0  # the server says the end of a pull at once; after so long it is lost
+RETRY_S = 0.25
+NOTHING_LEFT = "404"
+
+
+class FairPuller:
+    """Pulls from the consumers of all tenants of a version, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        version: Version,
+        turns: Turns,
+        free: Callable[[], int],
+        fast_quiet_s: Callable[[float], float],
+        held: Callable[[], dict[str, int]],
+        share: Callable[[int], list[tuple[str, int]]],
+        on_message: Callable[[Message], None],
+    ) -> None:
+        """`free`: requests that can be taken. `held`: messages of the lane that this worker has, by tenant. `share(credit)`:
+        what to pull of whom."""
+        self._bus, self._model, self._version = bus, version.model, version.version
+        self._turns, self._free, self._fast_quiet_s, self._held = turns, free, fast_quiet_s, held
+        self._share, self._on_pulled = share, on_message
+        self._inbox = f"{bus.inbox}_fair.{new_id()}"
+        self._pulls: dict[str, tuple[str, float]] = {}  # inbox: tenant, when it is lost
+        self._consumers: dict[str, float] = {}  # that are there, and when they were last pulled from
+        self._number = 0
+        self._fast_run = 0  # claims from `fast` since the last one from here
+        self._look_at = self._looked_at = 0.0
+        self._stuck = -1  # what was free when nobody might have more
+        self._ended = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._subscriptions: list[Subscription] = []
+        self._task: asyncio.Task[None] | None = None
+        bus.on_reconnect(self._reset)
+
+    async def start(self) -> None:
+        self._subscriptions = [
+            await self._bus.subscribe(self._inbox + ".*", self._on_message),
+            await self._bus.subscribe(subjects.wake(self._model, self._version), self._on_hint),
+        ]
+        self._reset()
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Take no more messages. Returns when those that were asked for are here."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PULL_S):
+                while self._pulls and self._bus.connected:
+                    self._ended.clear()
+                    await self._ended.wait()
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+        self._subscriptions = []
+
+    def pump(self) -> None:
+        """Credit may have grown."""
+        if self._turns and not self._wake.is_set():
+            free = self._free()
+            if free > self._turns.pulling and free != self._stuck:
+                self._wake.set()
+
+    def fast_claimed(self) -> None:
+        """A request was claimed from `fast`."""
+        self._fast_run += 1
+        if self._fast_run >= FAST_MAX and self._turns:
+            self._wake.set()
+
+    def _reset(self) -> None:
+        for inbox in list(self._pulls):
+            self._end(inbox)
+        self._consumers.clear()
+        self._look_at = 0.0
+        self._wake.set()
+
+    def _on_hint(self, message: Message) -> None:
+        tenants = wakes.decode(message.data)
+        known = [tenant for tenant in tenants or () if tenant in self._consumers]
+        for tenant in known:
+            self._turns.hint(tenant)
+        if tenants is None or len(known) < len(tenants):  # anybody may say anything: look
+            self._look_at = min(self._look_at, self._looked_at + LOOK_HINTED_S)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_s(loop.time())):
+                    await self._wake.wait()
+            self._wake.clear()
+            try:
+                await self._turn(loop.time())
+            except Unavailable as error:
+                log.info("the lane fair of %s@%s: %s", self._model, self._version, error.message)
+                await asyncio.sleep(RETRY_S)
+
+    def _pause_s(self, now: float) -> float:
+        pause_s = max(0.0, self._look_at - now)
+        if self._turns and self._free() > self._turns.pulling:
+            pause_s = min(pause_s, QUIET_S if self._stuck < 0 else STUCK_S)
+        return pause_s
+
+    async def _turn(self, now: float) -> None:
+        for inbox in [inbox for inbox, (_, lost_at) in self._pulls.items() if now > lost_at]:
+            self._end(inbox)
+        if now >= self._look_at:
+            self._looked_at, self._look_at = now, now + LOOK_S
+            await self._look(now)
+        credit = self._free() - self._turns.pulling
+        if self._fast_quiet_s(now) < QUIET_S:
+            credit = int(credit >= 0 and self._fast_run >= FAST_MAX)  # over what is free: `fast` gets one less for it
+        shared = self._share(max(0, credit))
+        self._stuck = self._free() if credit > 0 and not shared else -1
+        for tenant, count in shared:
+            await self._pull(tenant, count, now)
+
+    async def _look(self, now: float) -> None:
+        lane = subjects.requests_of_lane(self._model, self._version, subjects.LANE_FAIR)
+        stored = await self._bus.subject_counts(subjects.REQ_STREAM, lane)
+        held = self._held() if stored else {}
+        waiting = {}
+        for subject, count in stored.items():
+            with contextlib.suppress(ValueError):  # nobody's name
+                tenant = subjects.tenant_of_request(subject)
+                if subject == subjects.request(self._model, self._version, subjects.LANE_FAIR, tenant):
+                    waiting[tenant] = count - held.get(tenant, 0)
+        self._turns.look(waiting)
+        forgotten = now - self._bus.settings.fair_consumer_idle_s
+        self._consumers = {tenant: used for tenant, used in self._consumers.items() if used > forgotten}
+
+    async def _pull(self, tenant: str, count: int, now: float) -> None:
+        idle_s = self._bus.settings.fair_consumer_idle_s / 2
+        if now - self._consumers.get(tenant, -idle_s) >= idle_s:
+            await self._bus.ensure_fair_consumer(self._model, self._version, tenant)
+        self._consumers[tenant] = now
+        self._number += 1
+        inbox = f"{self._inbox}.{self._number}"
+        self._pulls[inbox] = (tenant, now + PULL_S)
+        self._turns.pulled(tenant, count)
+        consumer = subjects.fair_consumer(self._model, self._version, tenant)
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{subjects.REQ_STREAM}.{consumer}"
+        await self._bus.publish(subject, msgspec.json.encode({"batch": count, "no_wait": True}), reply=inbox)
+
+    def _on_message(self, message: Message) -> None:
+        if not message.status:
+            tenant = subjects.tenant_of_request(message.subject)
+            self._fast_run = 0
+            if self._turns.message(tenant, delivery_of(message.reply).left):
+                self._forget(tenant)
+            self._on_pulled(message)
+            return
+        if message.subject in self._pulls:
+            tenant, _ = self._pulls[message.subject]
+            self._end(message.subject)
+            if message.status != NOTHING_LEFT:
+                log.info("pull from the backlog of %s: %s", tenant, message.status)
+                self._consumers.pop(tenant, None)
+                self._look_at = min(self._look_at, asyncio.get_running_loop().time() + RETRY_S)
+            self._wake.set()
+
+    def _end(self, inbox: str) -> None:
+        tenant, _ = self._pulls.pop(inbox)
+        self._turns.ended(tenant)
+        self._ended.set()
+
+    def _forget(self, tenant: str) -> None:
+        for inbox in [inbox for inbox, (whose, _) in self._pulls.items() if whose == tenant]:
+            del self._pulls[inbox]
+        self._ended.set()
+        self._wake.set()
