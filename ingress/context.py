@@ -12,6 +12,7 @@ from ingress.metrics import Metrics
 from ingress.observations import Observations
 from ingress.registrar import Registrar
 from shared.errors import Draining, HeadraceError
+from shared.peers import Peers
 from shared.router import Router
 from shared.settings import Settings
 
@@ -43,8 +44,13 @@ class Context:
         self.bus_usable = bus_usable
         self.identities = identities
         self.admission = Admission(settings, dispatcher)
-        self.limits = Limiter(settings, lambda tenant: identities.tenant(tenant).limits, lambda: dispatcher.streams())
+        self.peers = Peers(settings.lease_ttl_s)
+        self.limits = Limiter(
+            settings, lambda tenant: identities.tenant(tenant).limits, lambda: dispatcher.streams(), self.peers
+        )
         dispatcher.on_end = self.limits.ended
+        dispatcher.lanes.weight = lambda tenant: identities.tenant(tenant).weight
+        dispatcher.lanes.processes = lambda: self.peers.count(time.monotonic())
         self.open: set[Exchange] = set()
         self.draining = False
         self.accepting = True  # requests, in the drain too as long as its budget lasts

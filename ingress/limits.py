@@ -17,15 +17,14 @@ import msgspec
 from ingress.answers import Headers
 from ingress.counters import Answer, Counters
 from ingress.gcra import Bucket, Rate
-from ingress.peers import Peers
 from shared import subjects
 from shared.errors import ConcurrencyLimited, HeadraceError, RequestsLimited, TokensLimited
+from shared.peers import Peers
 from shared.settings import Settings
 from shared.tenants import Limits
 from shared.wire import Request
 
 if TYPE_CHECKING:
-    from shared.bus import Bus
     from shared.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -77,18 +76,16 @@ class Standing(msgspec.Struct, frozen=True):
 class Limiter:
     """The limits of one ingress's requests. `limits_of` says what a tenant may have, `streams` what is open."""
 
-    def __init__(self, settings: Settings, limits_of: Callable[[str], Limits], streams: Stay) -> None:
-        self._settings, self._limits_of, self._streams = settings, limits_of, streams
+    def __init__(self, settings: Settings, limits_of: Callable[[str], Limits], streams: Stay, peers: Peers) -> None:
+        self._settings, self._limits_of, self._streams, self._peers = settings, limits_of, streams, peers
         self._counters = Counters(settings, self._on_connected)
-        self._peers = Peers(settings.lease_ttl_s)
         self._tenants: dict[str, _Tenant] = {}
         self._holds: dict[str, Hold] = {}  # by rid
         self._unsettled: set[_Tenant] = set()
         self._loop_task: asyncio.Task[None] | None = None
 
-    async def start(self, bus: "Bus") -> None:
+    def start(self) -> None:
         """Count with the others. Raises SettingsError."""
-        await self._peers.start(bus)
         self._counters.start()
         self._loop_task = asyncio.create_task(self._run())
 
@@ -98,7 +95,6 @@ class Limiter:
             await asyncio.gather(self._loop_task, return_exceptions=True)
         self._settle()
         await self._counters.close()
-        await self._peers.close()
 
     @property
     def alone(self) -> bool:

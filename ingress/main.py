@@ -31,7 +31,6 @@ from shared.errors import Draining
 from shared.log import configure_logging
 from shared.router import Router
 from shared.settings import Settings, SettingsError
-from shared.shares import Ingresses, TenantShares
 from shared.watches import Watches
 
 log = logging.getLogger(__name__)
@@ -175,10 +174,6 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await watches.start(bus)
         identities = Identities(settings.require_keys)
         await identities.start(bus)
-        shares, ingresses = TenantShares(), Ingresses(settings.lease_ttl_s)
-        await shares.start(bus)
-        await ingresses.start(bus)
-        dispatcher.lanes.weight, dispatcher.lanes.processes = shares.weight, ingresses.live
         keys = Keys(bus, settings)
         registrar = Registrar(bus, settings)
 
@@ -188,7 +183,8 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         context = Context(settings, router, dispatcher, keys, registrar, usable, identities)
         lease = context.observations.keeper(bus)
         await lease.start()
-        await context.limits.start(bus)
+        await context.peers.start(bus)
+        context.limits.start()
         stop = _stop_on_signals()
         gc.collect()
         gc.freeze()  # what is loaded by now stays: full collections need not walk it
@@ -196,10 +192,9 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await lease.stop()
         await watches.close()
         await identities.close()
-        await shares.close()
-        await ingresses.close()
         await dispatcher.close()
         await context.limits.close()
+        await context.peers.close()
         await keys.close()
     finally:
         await bus.close()

@@ -1,8 +1,6 @@
-"""What every process must know of others to be fair: the tenants' weights and priorities, and how many ingresses there are."""
+"""The weights and priorities of tenants, as a worker has to know them."""
 
 import logging
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shared import subjects, tenants
@@ -49,33 +47,3 @@ class TenantShares:
     def priority(self, tenant: str) -> int:
         found = self._tenants.get(tenant)
         return 0 if found is None else found.priority
-
-
-class Ingresses:
-    """The leases in the bucket `ingresses`: how many have been heard of within their time to live."""
-
-    def __init__(self, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ttl_s, self._clock = ttl_s, clock
-        self._heard: dict[str, float] = {}
-        self._watch: Watch | None = None
-
-    async def start(self, bus: "Bus") -> None:
-        """Returns when what is there now is known."""
-        self._watch = await bus.watch(subjects.INGRESSES_BUCKET, self.on_change)
-
-    async def close(self) -> None:
-        if self._watch is not None:
-            await self._watch.close()
-
-    def on_change(self, key: str, value: bytes | None) -> None:
-        if value is None:
-            self._heard.pop(key, None)
-        else:
-            self._heard[key] = self._clock()
-
-    def live(self) -> int:
-        """At least this process, which may not have heard of itself yet."""
-        oldest = self._clock() - self._ttl_s
-        for key in [key for key, at in self._heard.items() if at < oldest]:
-            del self._heard[key]
-        return max(1, len(self._heard))

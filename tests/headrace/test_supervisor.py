@@ -109,7 +109,7 @@ def test_ctrl_c_in_the_terminal_ends_everything_in_order(own_stack: Any) -> None
     assert [line.strip() for line in rest.splitlines()] == [
         "ending ingress",
         "ending controller",
-        "ending nats and objects",
+        "ending nats and objects and redis",
         "ended",
     ]
     assert processes_of(own_stack.data) == []
@@ -123,6 +123,7 @@ def beside_servers(own_stack: Any, nats_server: Any, s3_settings: Settings) -> A
         "HEADRACE_S3_ENDPOINT": s3_settings.s3_endpoint,
         "HEADRACE_S3_ACCESS_KEY": s3_settings.s3_access_key,
         "HEADRACE_S3_SECRET_KEY": s3_settings.s3_secret_key,
+        "HEADRACE_REDIS_URL": "none",
     }
     return own_stack
 

@@ -422,6 +422,7 @@ def test_the_documentation_lists_the_routes(front: Any) -> None:
         "/v1/tenants/{tenant}/keys",
         "/v1/tenants/{tenant}/keys/{key_id}",
         "/v1/tenants/{tenant}/keys/{key_id}/rotate",
+        "/v1/usage",
         "/v1/streams/{rid}",
         "/v1/streams/{rid}/cancel",
         "/livez",

@@ -176,6 +176,7 @@ NEEDED: dict[Role, set[str]] = {
         "GET /v1/models",
         "GET /v1/models/{model}",
         "GET /v1/streams/{rid}",
+        "GET /v1/usage",
         "DELETE /v1/streams/{rid}",
         "POST /v1/streams/{rid}/cancel",
     },

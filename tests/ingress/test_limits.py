@@ -1,16 +1,19 @@
 """Limits counted by several ingresses in a real Valkey, and without it."""
 
 import asyncio
+import contextlib
 import signal
+import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ingress.limits import Limiter, Standing
 from shared.errors import ConcurrencyLimited, RequestsLimited, TokensLimited
+from shared.peers import Peers
 from shared.settings import Settings, SettingsError
 from shared.tenants import Limits
 from shared.wire import Input, Request, Sampling, Usage, new_id
@@ -25,7 +28,10 @@ class Fleet:
         self.limits = limits
         self.settings = Settings(redis_url=url, **settings)
         self.streams: list[Any] = []
-        self.limiters = [Limiter(self.settings, lambda _: self.limits, lambda: self.streams) for _ in range(INGRESSES)]
+        self.limiters = [
+            Limiter(self.settings, lambda _: self.limits, lambda: self.streams, Peers(self.settings.lease_ttl_s))
+            for _ in range(INGRESSES)
+        ]
         self.held: list[tuple[Limiter, str]] = []
 
     def start(self) -> None:
@@ -292,3 +298,56 @@ def test_without_a_redis_each_ingress_has_its_part() -> None:
 def test_a_url_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(SettingsError, match="redis_url"):
         Limiter(Settings(redis_url="http://x"), lambda _: Limits(), list)._counters.start()
+
+
+@contextlib.asynccontextmanager
+async def over_tls(server: Any, certificates: Any) -> AsyncIterator[str]:
+    """The URL of a Redis that speaks TLS: the wheel's Valkey does not, so something in front of it does."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificates.server)
+    _, _, address = server.url.partition("://")
+    host, _, port = address.partition(":")
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.add(cast(asyncio.Task[None], asyncio.current_task()))
+        inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
+        ways = [asyncio.create_task(pipe(reader, inner_writer)), asyncio.create_task(pipe(inner_reader, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            for end in (writer, inner_writer):
+                end.close()
+                with contextlib.suppress(OSError):
+                    await end.wait_closed()
+
+    connections: set[asyncio.Task[None]] = set()
+    front = await asyncio.start_server(serve, host, 0, ssl=context)
+    try:
+        yield f"rediss://{host}:{front.sockets[0].getsockname()[1]}"
+    finally:
+        front.close()
+        await asyncio.wait_for(asyncio.gather(*connections, return_exceptions=True), 5)
+
+
+@pytest.mark.parametrize("authority", ["ca", "other_ca", ""])
+def test_redis_over_tls_of_a_known_authority_only(redis_server: Any, certificates: Any, authority: str) -> None:
+    async def main() -> None:
+        async with over_tls(redis_server, certificates) as url:
+            ca = getattr(certificates, authority) if authority else ""
+            fleet = Fleet(url, Limits(requests_per_minute=2), limit_wait_s=30.0, redis_tls_ca=ca)
+            fleet.start()
+            granted = [(await fleet.ask(number)).refusal is None for number in range(3)]
+            alone = [limiter.alone for limiter in fleet.limiters]
+            await fleet.close()
+        assert alone == [authority != "ca"] * INGRESSES
+        # two at once are all that the three may have together; without Redis each has its part, of at least one
+        assert granted == [True, True, authority != "ca"]
+
+    asyncio.run(main())

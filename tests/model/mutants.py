@@ -248,6 +248,11 @@ WITHOUT = {
         "what began with somebody who is gone is generated anew for who comes", table=Hopeful, faults=("rdeath", "kill")
     ),
     "grace": Rules("a claim that nobody wants any more ends", table=Faithful),
+    "accounts": Rules(
+        "who has a request that ended before it was accounted for is told what it came to",
+        broker="accounts",
+        faults=("kill", "loss", "ackwait"),
+    ),
     "told": Rules("an error is told to whoever waits or comes later", table=Discreet),
     "left": Rules("a claim of the version that a request has left is told to let go", Loyal, faults=MOVES),
     "copy": Rules("the copy is stored before what it was made of is deleted", Careless, faults=MOVES),

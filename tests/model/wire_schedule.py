@@ -10,6 +10,7 @@ from typing import Any
 
 from wire_world import FAR, FIRST, LASTING, MOVED, NEW, OLD, RID, Node, Violation, Worker, World
 
+from shared import usage
 from shared.errors import Unavailable
 from shared.wire import About
 from workers import claims
@@ -345,6 +346,9 @@ class Schedule(World):
             return False
         if any(worker.runs for worker in live):
             raise Violation(f"leak: runs {[worker.runs for worker in live]}")
+        complete = any(node.alive and node.end == "complete" for node in self.nodes.values())
+        if complete and not {"rdeath", "move"} & self.faults and usage.COMPLETED not in self.billed:
+            raise Violation(f"unbilled: {self.billed} of a request that completed")
         return True
 
 

@@ -124,6 +124,7 @@ class World:
         self.now = 1000.0
         self.budget = FAULTS_MAX if len(self.faults) > 1 else 2 * FAULTS_MAX
         self.deaths = 0
+        self.billed: set[str] = set()  # outcomes
         self.withdrawn = False
         self.stats: Counter[str] = Counter()
         shape = ints[0] if ints else 0
@@ -327,6 +328,8 @@ class World:
                 case claims.Abort(run):
                     worker.runs.pop(run, None)
                     worker.untold.discard(run)
+                case claims.Bill():
+                    self.billed.add(action.outcome)
                 case _:
                     raise Violation(f"false dead letter: {action}")
 
@@ -389,7 +392,11 @@ class World:
             return
         if node.end is not None and channel != "api":
             if channel == "tok" and self.without != "stray":
-                self.ask(node, unknown_rid(source, item, address))
+                actions = unknown_rid(source, item, address)
+                for action in actions:
+                    if isinstance(action, asks.SendRelease) and self.without != "accounts":
+                        action.release.usage = node.usage
+                self.ask(node, actions)
             return
         match item:
             case Accepted():

@@ -6,7 +6,8 @@ import pytest
 
 from shared import subjects, tenants, wakes
 from shared.lanes import LaneSwitch
-from shared.shares import Ingresses, TenantShares
+from shared.peers import Peers
+from shared.shares import TenantShares
 from shared.subjects import LANE_FAIR, LANE_FAST
 from shared.tenants import Tenant
 from shared.wire import Malformed
@@ -87,15 +88,13 @@ def test_weights_and_priorities_are_those_of_the_records() -> None:
 
 
 def test_an_ingress_counts_as_long_as_it_is_heard() -> None:
-    now = 0.0
-    ingresses = Ingresses(5.0, lambda: now)
-    assert ingresses.live() == 1
+    peers = Peers(5.0)
+    assert peers.count(0.0) == 1
     for number in range(3):
-        ingresses.on_change(f"i{number}", b"{}")
-    assert ingresses.live() == 3
-    now = 4.0
-    ingresses.on_change("i0", b"{}")
-    ingresses.on_change("i1", None)
-    assert ingresses.live() == 2
-    now = 6.0
-    assert ingresses.live() == 1
+        peers.note(f"i{number}", True, 0.0)
+    assert peers.count(0.0) == 3
+    peers.note("i0", True, 4.0)
+    peers.note("i1", False, 4.0)
+    assert peers.count(4.0) == 2
+    assert peers.count(6.0) == 1
+    assert peers.count(99.0) == 1  # this one
