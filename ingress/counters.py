@@ -47,7 +47,7 @@ class Counters:
         self._waiting: list[_Call] = []
         self._wanted = asyncio.Event()
         self._vain = 0
-        self._usable = self._tried = False
+        self._usable = self._tried = self._closing = False
         self._told = False  # its loss is in the log
         self._task: asyncio.Task[None] | None = None
 
@@ -76,7 +76,8 @@ class Counters:
         pending = [call.answer for call in self._waiting]
         if pending and self.usable:
             await asyncio.wait(pending, timeout=self._settings.limit_wait_s)
-        self._usable = False
+        self._usable, self._closing = False, True  # the client may swallow a cancellation that meets an answer
+        self._wanted.set()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._fail(self._waiting)
@@ -104,18 +105,18 @@ class Counters:
 
     async def _run(self) -> None:
         await self._wanted.wait()
-        while True:
+        while not self._closing:
             try:
                 async with self._connected() as (client, scripts):
                     self._tried = True
                     self._vain = 0
-                    if not self._usable:
+                    if not self._usable and not self._closing:
                         self._usable = True
                         self._on_connected()
                     if self._told:
                         self._told = False
                         log.warning("Redis answers again")
-                    while True:
+                    while not self._closing:
                         await self._serve(client, scripts)
             except (RedisError, OSError, TimeoutError) as error:
                 self._usable, self._tried = False, True

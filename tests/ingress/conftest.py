@@ -23,6 +23,7 @@ from ingress.registrar import Registrar
 from shared import records, wire
 from shared.dispatch import Delta
 from shared.errors import Cancelled, HeadraceError
+from shared.lanes import LaneSwitch
 from shared.router import Router
 from shared.settings import Settings
 
@@ -94,6 +95,7 @@ class FakeDispatcher:
         self.answer: Callable[[FakeStream], None] | None = None
         self.refusal: HeadraceError | None = None
         self.queued_now = 0
+        self.lanes = LaneSwitch(0)
         self.hold: asyncio.Event | None = None  # submit waits for it
         self.versions: list[records.Version] = []
         self.totals = dict.fromkeys(("published", "completed", "failed", "cancelled", "withdrawn"), 0)

@@ -276,6 +276,25 @@ def test_a_redis_that_hangs_costs_a_few_requests_a_moment(redis_server: Any) -> 
     run(fleet, work)
 
 
+def test_an_answer_that_comes_with_the_end_holds_nothing_up(redis_server: Any) -> None:
+    async def main(pause_s: float) -> None:
+        fleet = Fleet(redis_server.url, Limits(requests_per_minute=60_000))
+        fleet.start()
+        await fleet.ask(0)
+        redis_server.signal(signal.SIGSTOP)
+        try:
+            for _ in range(4):  # three wait in vain, and then nobody does
+                await fleet.ask(0)
+        finally:
+            redis_server.signal(signal.SIGCONT)
+        await asyncio.sleep(pause_s)
+        async with asyncio.timeout(10):
+            await fleet.close()
+
+    for turn in range(20):
+        asyncio.run(main(turn % 5 * 0.0002))
+
+
 def test_without_a_redis_each_ingress_has_its_part() -> None:
     fleet = Fleet("none", Limits(requests_per_minute=60, concurrency=7), limit_burst_s=60.0)
 
