@@ -44,7 +44,7 @@ class Decisions:
 
     async def recall(self) -> None:
         """Take in what was decided last, by another controller too. Raises Unavailable."""
-        last = await read_bucket(self._bus, subjects.DECISIONS_BUCKET, records.decision_at)
+        last = await read_bucket(self._bus, subjects.DECISIONS_BUCKET, records.DECISIONS)
         self._wanted = {(each.model, each.version): (each.desired, each.spares) for each in last}
 
     def note(self, decision: Decision) -> bool:
@@ -90,4 +90,5 @@ class Decisions:
 async def history(bus: Bus, model: str, version: str) -> list[ScalingDecision]:
     """The last decisions of a version, the newest last. Raises Unavailable."""
     key = subjects.key(model, version)
-    return [records.decision_at(key, value) for value in await bus.kv_history(subjects.DECISIONS_BUCKET, key)]
+    changes = [records.DECISIONS.change(key, raw) for raw in await bus.kv_history(subjects.DECISIONS_BUCKET, key)]
+    return [change.record for change in changes if change is not None and change.record is not None]

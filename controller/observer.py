@@ -18,9 +18,9 @@ from controller.fleet import Member, SeenLease
 from controller.history import VersionHistory
 from shared import schedules, subjects
 from shared.bus import Bus, Message
-from shared.errors import Internal, Unavailable
+from shared.errors import Unavailable
 from shared.keyvalue import Watch
-from shared.records import EngineSettings, Lease, Version, VersionLimits, lease_at, version_at, version_key, worker_key
+from shared.records import LEASES, VERSIONS, EngineSettings, Lease, Version, VersionLimits
 from shared.settings import Settings
 from shared.streams import ConsumerInfo, Delivered
 from shared.wire import Malformed
@@ -68,12 +68,11 @@ class Observer:
             await watch.close()
 
     def _on_record(self, key: str, value: bytes | None) -> None:
-        try:
-            name = version_key(key)
-            record = None if value is None else version_at(key, value)
-        except Internal as error:
-            log.error("version %s stays as it was: %s", key, error)
+        change = VERSIONS.change(key, value)
+        if change is None:
             return
+        (model, version), record = change
+        name = (model, version)
         before = self.records.get(name)
         if record is not None:
             self.records[name] = record
@@ -87,12 +86,10 @@ class Observer:
 
     def _on_lease(self, key: str, value: bytes | None) -> None:
         now = time.monotonic()
-        try:
-            worker = worker_key(key)
-            lease = None if value is None else lease_at(key, value)
-        except Internal as error:
-            log.error("the lease of worker %s is not taken: %s", key, error)
+        change = LEASES.change(key, value)
+        if change is None:
             return
+        [worker], lease = change
         seen = self.leases.get(worker)
         if lease is None:
             if seen is not None:

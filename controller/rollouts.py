@@ -24,7 +24,7 @@ from shared import deployments, rollouts, subjects
 from shared.bus import Bus
 from shared.errors import Internal, QueueFull, Unavailable
 from shared.keyvalue import Watch
-from shared.records import Route, Version, model_key, route_at
+from shared.records import ROUTES, Route, Version
 from shared.rollouts import Deployment, Progress, VersionProgress
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Rollouts:
         self._floors: dict[str, tuple[int, int]] = {}  # by deployment
         self._work: dict[str, Work] = {}  # by deployment
         self._told_at: dict[str, float] = {}  # monotonic seconds: when its progress was told
+        self._stuck: dict[str, str] = {}  # by deployment: the record that cannot be read, as the log was told
         self._searches: dict[str, asyncio.Task[None]] = {}  # by deployment: for requests that nobody answers for
         self._watches: list[Watch] = []
 
@@ -68,26 +69,23 @@ class Rollouts:
             await watch.close()
 
     def _on_deployment(self, key: str, value: bytes | None) -> None:
-        try:
-            found = None if value is None else rollouts.deployment_at(key, value)
-        except Internal as error:
-            log.error("deployment %s stays as it was: %s", key, error)
+        change = rollouts.DEPLOYMENTS.change(key, value)
+        if change is None:
             return
-        if found is None:
-            self._deployments.pop(subjects.names_of(key)[0], None)
+        if change.record is None:
+            self._deployments.pop(change.names[0], None)
         else:
-            self._deployments[found.id] = found
+            self._deployments[change.record.id] = change.record
         self._on_change()
 
     def _on_route(self, key: str, value: bytes | None) -> None:
-        try:
-            if value is None:
-                self._routes.pop(model_key(key), None)
-            else:
-                route = route_at(key, value)
-                self._routes[route.model] = route
-        except Internal as error:
-            log.error("the route of %s stays as it was: %s", key, error)
+        change = ROUTES.change(key, value)
+        if change is None:
+            return
+        if change.record is None:
+            self._routes.pop(change.names[0], None)
+        else:
+            self._routes[change.record.model] = change.record
         self._on_change()
 
     def crashed(self, name: VersionKey, how: str) -> None:
@@ -152,19 +150,34 @@ class Rollouts:
         """Move what can be moved, and write the routes that follow. While the bus is away that waits."""
         try:
             last = self._last_of_models()
-            for each in self._going():
-                if each.id != last[each.model].id:  # its rollback and the next one's creation met: it still has to end
-                    await self._move(each, self._facts(each, known, members, records), members)
-            for each in last.values():
-                route = self._routes.get(each.model)
-                if route is not None and rollouts.is_newer(each, route) and self._leader.leads:
-                    await deployments.apply_route(self._bus, each)
-                    point("route_written")
-                elif not each.ended:  # what its present state says is so: it may go on
-                    await self._move(each, self._facts(each, known, members, records), members)
+            before = [each for each in self._going() if each.id != last[each.model].id]
+            for each in [*before, *last.values()]:
+                try:
+                    await self._step(each, each in before, known, members, records)
+                except Internal as error:  # a record that cannot be read: only what it is of waits for it
+                    if self._stuck.get(each.id) != error.message:
+                        log.error("%s cannot go on: %s", each.id, error.message)
+                    self._stuck[each.id] = error.message
             await self._forget_old()
         except Unavailable as error:
             log.info("the rollouts wait: %s", error.message)
+
+    async def _step(
+        self,
+        deployment: Deployment,
+        is_followed: bool,
+        known: Mapping[VersionKey, VersionFacts],
+        members: Mapping[VersionKey, Sequence[Member]],
+        records: Mapping[VersionKey, Version],
+    ) -> None:
+        """Raises Unavailable, and Internal for a record that cannot be read."""
+        route = self._routes.get(deployment.model)
+        # one that is followed by another: its rollback and the next one's creation met, and it still has to end
+        if not is_followed and route is not None and rollouts.is_newer(deployment, route) and self._leader.leads:
+            await deployments.apply_route(self._bus, deployment)
+            point("route_written")
+        elif not deployment.ended:  # what its present state says is so: it may go on
+            await self._move(deployment, self._facts(deployment, known, members, records), members)
 
     async def _move(self, deployment: Deployment, facts: Facts, members: Mapping[VersionKey, Sequence[Member]]) -> None:
         after = advance(deployment, facts, time.time())
@@ -231,7 +244,7 @@ class Rollouts:
         self._tallies.forget({each.id for each in going})
         names = {(each.model, each.version) for each in going}
         self._searches = {id_: task for id_, task in self._searches.items() if not task.done()}
-        for kept_of in (self._floors, self._told_at, self._work):
+        for kept_of in (self._floors, self._told_at, self._work, self._stuck):
             for id_ in kept_of.keys() - {each.id for each in going}:
                 del kept_of[id_]
         self._crashes = {name: how for name, how in self._crashes.items() if name in names}

@@ -1,14 +1,9 @@
 """The counts of all ingresses together, for each version of a deployment: in all, and since its step began. No I/O."""
 
-import logging
-
 from msgspec import Struct
 
-from shared.errors import Internal
 from shared.rollouts import Deployment
-from shared.tally import IngressLease, Tally, ingress_lease_at, total
-
-log = logging.getLogger(__name__)
+from shared.tally import INGRESS_LEASES, IngressLease, Tally, total
 
 SLICE_S = 2.0  # the first slices of time: every ingress has told something new in each
 SLICES_MAX = 32  # then they are made twice as long
@@ -51,14 +46,9 @@ class Tallies:
 
     def on_lease(self, key: str, value: bytes | None) -> None:
         """A lease is new or changed, or (None) gone."""
-        if value is None:
-            return
-        try:
-            lease = ingress_lease_at(key, value)
-        except Internal as error:
-            log.error("the lease of ingress %s is not taken: %s", key, error)
-            return
-        self._leases[lease.ingress] = lease
+        change = INGRESS_LEASES.change(key, value)
+        if change is not None and change.record is not None:
+            self._leases[change.record.ingress] = change.record
 
     def of(self, deployment: Deployment, version: str, now: float) -> Counted:
         """What was counted of a version; `now` in seconds of any clock that does not jump."""

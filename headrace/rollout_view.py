@@ -20,7 +20,7 @@ from headrace.status import console
 from headrace.tuning import utc
 from shared import records, rollouts, subjects
 from shared.bus import Bus
-from shared.errors import DeploymentNotFound, Internal
+from shared.errors import DeploymentNotFound
 from shared.records import Lease, Route
 from shared.rollouts import Deployment, Event, Finding, Progress
 
@@ -40,27 +40,31 @@ class Scene:
         self._progress: tuple[Progress, float] | None = None
 
     def on_deployment(self, key: str, value: bytes | None) -> None:
-        if key == subjects.key(self._id):
-            self.deployment = None if value is None else rollouts.deployment_at(key, value)
+        change = rollouts.DEPLOYMENTS.change(key, value) if key == subjects.key(self._id) else None
+        if change is not None:
+            self.deployment = change.record
             self.changed.set()
 
     def on_progress(self, key: str, value: bytes | None) -> None:
-        if key == subjects.key(self._id) and value is not None:
-            self._progress = (rollouts.progress_at(key, value), time.monotonic())
+        change = rollouts.PROGRESS.change(key, value) if key == subjects.key(self._id) else None
+        if change is not None and change.record is not None:
+            self._progress = (change.record, time.monotonic())
             self.changed.set()
 
     def on_route(self, key: str, value: bytes | None) -> None:
-        with contextlib.suppress(Internal):  # of another model, perhaps: the controller's log tells
-            if value is not None:
-                self._routes[records.model_key(key)] = records.route_at(key, value)
-                self.changed.set()
+        change = records.ROUTES.change(key, value)
+        if change is not None and change.record is not None:
+            self._routes[change.names[0]] = change.record
+            self.changed.set()
 
     def on_lease(self, key: str, value: bytes | None) -> None:
-        if value is None:
-            self._leases.pop(key, None)
+        change = records.LEASES.change(key, value)
+        if change is None:
             return
-        with contextlib.suppress(Internal):
-            self._leases[key] = (records.lease_at(key, value), time.monotonic())
+        if change.record is None:
+            self._leases.pop(key, None)
+        else:
+            self._leases[key] = (change.record, time.monotonic())
 
     @property
     def progress(self) -> Progress | None:

@@ -98,8 +98,8 @@ async def collect(settings: Settings, stack: state.StackState | None) -> Status:
     bus = await Bus.connect(settings, "status")
     try:
         versions, routes = await asyncio.gather(registry.list_versions(bus), registry.list_routes(bus))
-        leases = await registry.read_bucket(bus, subjects.WORKERS_BUCKET, records.lease_at)
-        decisions = await registry.read_bucket(bus, subjects.DECISIONS_BUCKET, records.decision_at)
+        leases = await registry.read_bucket(bus, subjects.WORKERS_BUCKET, records.LEASES)
+        decisions = await registry.read_bucket(bus, subjects.DECISIONS_BUCKET, records.DECISIONS)
         queue = await _queue(bus, versions)
         going = [each for each in await deployments.list_deployments(bus) if not each.ended]
         told = [await deployment_views.find_progress(bus, each) for each in going]

@@ -4,7 +4,6 @@ What is known of a key is what the bucket `tenants` says of its hash. Identity c
 beside it.
 """
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,12 @@ import msgspec
 from fastapi import Depends, Request
 
 from shared import audit, subjects, tenants
-from shared.errors import Internal, InvalidApiKey, ModelNotAllowed, RoleMissing
+from shared.errors import InvalidApiKey, ModelNotAllowed, RoleMissing
 from shared.tenants import ApiKey, Role, Tenant
 
 if TYPE_CHECKING:
     from shared.bus import Bus
     from shared.keyvalue import Watch
-
-log = logging.getLogger(__name__)
 
 BEARER = b"bearer "
 SCOPE_KEY = "headrace.caller"
@@ -88,12 +85,10 @@ class Identities:
 
     def on_tenant(self, key: str, value: bytes | None) -> None:
         """A tenant's record is new, changed, or (None) deleted."""
-        try:
-            name = tenants.tenant_key(key)
-            record = None if value is None else tenants.tenant_at(key, value)
-        except Internal as error:
-            log.error("the tenant %s stays as it was: %s", key, error)
+        change = tenants.TENANTS.change(key, value)
+        if change is None:
             return
+        [name], record = change
         self._forget(name)
         if record is not None:
             self._tenants[name] = record

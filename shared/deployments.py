@@ -97,7 +97,7 @@ async def find(bus: "Bus", id_: str) -> tuple[Deployment, int] | None:
 
 async def list_deployments(bus: "Bus", model: str | None = None) -> list[Deployment]:
     """All deployments that are kept, of one model or of all, the oldest first."""
-    found = await registry.read_bucket(bus, subjects.DEPLOYMENTS_BUCKET, rollouts.deployment_at)
+    found = await registry.read_bucket(bus, subjects.DEPLOYMENTS_BUCKET, rollouts.DEPLOYMENTS)
     chosen = [each for each in found if model in (None, each.model)]
     return sorted(chosen, key=lambda each: rollouts.number_of(each.id))
 
@@ -107,7 +107,7 @@ async def _last_number(bus: "Bus") -> int:
     numbers = [0]
 
     def on_change(key: str, value: bytes | None) -> None:
-        with contextlib.suppress(Internal):  # somebody else's key
+        with contextlib.suppress(Internal, ValueError):  # somebody else's key
             numbers.append(rollouts.number_of(subjects.names_of(key)[0]))
 
     watch = await bus.watch(subjects.DEPLOYMENTS_BUCKET, on_change)

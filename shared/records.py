@@ -1,14 +1,12 @@
 """What the KV buckets hold. One writer each: the registry (models, routes), a worker (its lease), the controller
 (decisions); ingresses (idempotency)."""
 
-from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from shared import subjects
-from shared.errors import Internal
+from shared.stored import Stored, json
 from shared.wire import Logprob, Request, Usage, WireError
 
 SLOTS_MAX = 65_536
@@ -26,8 +24,6 @@ DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 TargetMs = Annotated[float, Meta(gt=0, le=TARGET_MS_MAX)]
 Replicas = Annotated[int, Meta(ge=0, le=REPLICAS_MAX)]
 TimeOfDay = Annotated[str, Meta(pattern="^([01][0-9]|2[0-3]):[0-5][0-9]$")]  # HH:MM
-
-Record = TypeVar("Record")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,82 +203,16 @@ encode = msgspec.json.encode
 encode_key_record = msgspec.msgpack.Encoder().encode
 
 
-def checked_decoder(decode: Callable[[bytes], Record], what: str) -> Callable[[bytes], Record]:
-    """`decode`, with Internal for everything that it can raise."""
+VERSIONS = Stored(json(Version), "the record of a version", lambda each: (each.model, each.version), 2)
+ROUTES = Stored(json(Route), "the route of a model", lambda each: (each.model,))
+LEASES = Stored(json(Lease), "the lease of a worker", lambda each: (each.worker,))
+DECISIONS = Stored(json(ScalingDecision), "a scaling decision", lambda each: (each.model, each.version), 2)
+LEADERS = Stored(json(Leader), "the record of the leader")
+KEY_RECORDS = Stored(msgspec.msgpack.Decoder(KeyRecord).decode, "the record of an idempotency key", count=2)
 
-    def checked(raw: bytes) -> Record:
-        try:
-            return decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise Internal(f"{what} cannot be read: {error}") from None
-
-    return checked
-
-
-decode_key_record = checked_decoder(msgspec.msgpack.Decoder(KeyRecord).decode, "the record of an idempotency key")
-decode_version = checked_decoder(msgspec.json.Decoder(Version).decode, "the record of a version")
-decode_route = checked_decoder(msgspec.json.Decoder(Route).decode, "the route of a model")
-decode_leader = checked_decoder(msgspec.json.Decoder(Leader).decode, "the record of the leader")
-decode_decision = checked_decoder(msgspec.json.Decoder(ScalingDecision).decode, "a scaling decision")
-decode_lease = checked_decoder(msgspec.json.Decoder(Lease).decode, "the lease of a worker")
-
-
-def version_key(key: str) -> tuple[str, str]:
-    """Model and version of a key in the buckets `models` and `decisions`. Raises Internal."""
-    model, version = names_under(key, 2)
-    return model, version
-
-
-def model_key(key: str) -> str:
-    """The model of a key in the bucket `routes`. Raises Internal."""
-    return names_under(key, 1)[0]
-
-
-def worker_key(key: str) -> str:
-    """The worker of a key in the bucket `workers`. Raises Internal."""
-    return names_under(key, 1)[0]
-
-
-def version_at(key: str, raw: bytes) -> Version:
-    """What is stored under `key` in the bucket `models`. Raises Internal, also when it is not of that key."""
-    record = decode_version(raw)
-    check_belongs((record.model, record.version) == version_key(key), key)
-    return record
-
-
-def decision_at(key: str, raw: bytes) -> ScalingDecision:
-    """What is stored under `key` in the bucket `decisions`. Raises Internal, also when it is not of that key."""
-    record = decode_decision(raw)
-    check_belongs((record.model, record.version) == version_key(key), key)
-    return record
-
-
-def route_at(key: str, raw: bytes) -> Route:
-    """What is stored under `key` in the bucket `routes`. Raises Internal, also when it is not of that key."""
-    route = decode_route(raw)
-    check_belongs(route.model == model_key(key), key)
-    return route
-
-
-def lease_at(key: str, raw: bytes) -> Lease:
-    """What is stored under `key` in the bucket `workers`. Raises Internal, also when it is not of that key."""
-    lease = decode_lease(raw)
-    check_belongs(lease.worker == worker_key(key), key)
-    return lease
-
-
-def names_under(key: str, count: int) -> list[str]:
-    """The `count` names of a key. Raises Internal."""
-    try:
-        names = subjects.names_of(key)
-    except ValueError as error:
-        raise Internal(f"{key} is no key of ours: {error}") from None
-    if len(names) != count:
-        raise Internal(f"{key} is no key of ours: {len(names)} names for {count}")
-    return names
-
-
-def check_belongs(holds: bool, key: str) -> None:
-    """Raises Internal unless what is stored under `key` is of that key."""
-    if not holds:
-        raise Internal(f"what is stored under {key} is of another key")
+decode_version, version_at = VERSIONS.decode, VERSIONS.at
+decode_route, route_at = ROUTES.decode, ROUTES.at
+decode_lease, lease_at = LEASES.decode, LEASES.at
+decision_at = DECISIONS.at
+decode_leader = LEADERS.decode
+decode_key_record = KEY_RECORDS.decode

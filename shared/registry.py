@@ -6,10 +6,8 @@ settings as they were pushed. Files go to the object store first and the record 
 """
 
 import asyncio
-import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -20,7 +18,6 @@ from shared.errors import (
     BadRequest,
     Conflict,
     DeploymentActive,
-    Internal,
     ModelNotFound,
     Unavailable,
     VersionFailed,
@@ -28,9 +25,8 @@ from shared.errors import (
     VersionNotFound,
     VersionRetired,
 )
-from shared.records import ALL_TRAFFIC, STABLE, Lease, Record, Route, Version, Weight
-
-log = logging.getLogger(__name__)
+from shared.records import ALL_TRAFFIC, STABLE, Lease, Route, Version, Weight
+from shared.stored import Record, Stored
 
 SIMULATED = "sim:"
 STORED = "s3"  # the source of a version whose files are in the object store
@@ -85,8 +81,9 @@ async def wait_available(bus: Bus, model: str, version: str, timeout_s: float) -
     settled = asyncio.Event()
 
     def on_change(changed: str, value: bytes | None) -> None:
-        if changed == key and value is not None:
-            seen.append(records.version_at(key, value))
+        change = records.VERSIONS.change(key, value) if changed == key else None
+        if change is not None and change.record is not None:
+            seen.append(change.record)
             if seen[-1].state != "registered":
                 settled.set()
 
@@ -116,14 +113,14 @@ async def find_route(bus: Bus, model: str) -> Route | None:
 
 async def list_versions(bus: Bus, model: str | None = None) -> list[Version]:
     """All versions, of one model or of all, by model and age."""
-    found = await read_bucket(bus, subjects.MODELS_BUCKET, records.version_at)
+    found = await read_bucket(bus, subjects.MODELS_BUCKET, records.VERSIONS)
     chosen = [record for record in found if model in (None, record.model)]
     return sorted(chosen, key=lambda record: (record.model, record.created, record.version))
 
 
 async def list_routes(bus: Bus) -> dict[str, Route]:
     """The routes, by model."""
-    return {route.model: route for route in await read_bucket(bus, subjects.ROUTES_BUCKET, records.route_at)}
+    return {route.model: route for route in await read_bucket(bus, subjects.ROUTES_BUCKET, records.ROUTES)}
 
 
 async def set_alias(bus: Bus, model: str, alias: str, version: str | None) -> Route:
@@ -192,7 +189,7 @@ async def remove(bus: Bus, model: str, version: str | None = None) -> list[Versi
 
 async def _forget_deployments(bus: Bus, model: str) -> None:
     """What they did must not be done to a model that gets the name later."""
-    for each in await read_bucket(bus, subjects.DEPLOYMENTS_BUCKET, rollouts.deployment_at):
+    for each in await read_bucket(bus, subjects.DEPLOYMENTS_BUCKET, rollouts.DEPLOYMENTS):
         if each.model == model:
             await bus.kv_delete(subjects.DEPLOYMENTS_BUCKET, subjects.key(each.id))
 
@@ -228,7 +225,7 @@ async def _check_unused(bus: Bus, record: Version, route: Route | None) -> None:
     name = (record.model, record.version)
     leases = [
         lease
-        for lease in await read_bucket(bus, subjects.WORKERS_BUCKET, records.lease_at)
+        for lease in await read_bucket(bus, subjects.WORKERS_BUCKET, records.LEASES)
         if (lease.model, lease.version) == name
     ]
     requests = sum((await bus.subject_counts(subjects.REQ_STREAM, subjects.requests_of_version(*name))).values())
@@ -277,21 +274,17 @@ def check_name(param: str, name: str) -> None:
         raise BadRequest(f"{param}: {name!r} has an '@', white space at an end or a control character", param=param)
 
 
-async def read_bucket(bus: Bus, bucket: str, decode: Callable[[str, bytes], Record]) -> list[Record]:
+async def read_bucket(bus: Bus, bucket: str, kind: Stored[Record]) -> list[Record]:
     """All records of a bucket now, less those that cannot be read: of these a log tells."""
-    values: dict[str, bytes] = {}
+    found: dict[str, Record] = {}
 
     def on_value(key: str, value: bytes | None) -> None:
-        values.pop(key, None)
-        if value is not None:
-            values[key] = value
+        change = kind.change(key, value)
+        if change is None or change.record is None:
+            found.pop(key, None)
+        else:
+            found[key] = change.record
 
     watch = await bus.watch(bucket, on_value)
     await watch.close()
-    found = []
-    for key, value in values.items():
-        try:
-            found.append(decode(key, value))
-        except Internal as error:
-            log.warning("%s of bucket %s is left out: %s", key, bucket, error)
-    return found
+    return list(found.values())

@@ -10,9 +10,10 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from shared import records, subjects
+from shared import records
 from shared.errors import BadRequest, DeploymentState, Internal
 from shared.records import ALL_TRAFFIC, STABLE, Route, Weight
+from shared.stored import Stored, json
 
 CANARY = "canary"  # the alias of the version that a rollout is about, while it lasts
 STEPS_MAX = 100
@@ -327,31 +328,13 @@ def number_of(id_: str) -> int:
     return int(digits)
 
 
-_decode = msgspec.json.Decoder(Deployment).decode
-_decode_progress = msgspec.json.Decoder(Progress).decode
+def _named(deployment: Deployment) -> tuple[str]:
+    number_of(deployment.id)
+    return (deployment.id,)
 
 
-def deployment_at(key: str, raw: bytes) -> Deployment:
-    """What is stored under `key` in the bucket `deployments`. Raises Internal, also when it is not of that key."""
-    try:
-        found = _decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Internal(f"a deployment cannot be read: {error}") from None
-    number_of(found.id)
-    if subjects.key(found.id) != key:
-        raise Internal(f"what is stored under {key} is of another key")
-    return found
+DEPLOYMENTS = Stored(json(Deployment), "a deployment", _named)
+PROGRESS = Stored(json(Progress), "the progress of a deployment", lambda each: (each.deployment,))
 
-
-def progress_at(key: str, raw: bytes) -> Progress:
-    """What is stored under `key` in the bucket `rollouts`. Raises Internal, also when it is not of that key."""
-    try:
-        found = _decode_progress(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Internal(f"the progress of a deployment cannot be read: {error}") from None
-    if subjects.key(found.deployment) != key:
-        raise Internal(f"what is stored under {key} is of another key")
-    return found
-
-
+deployment_at, progress_at = DEPLOYMENTS.at, PROGRESS.at
 encode = records.encode

@@ -1,17 +1,13 @@
 """The weights and priorities of tenants, as a worker has to know them."""
 
-import logging
 from typing import TYPE_CHECKING
 
 from shared import subjects, tenants
-from shared.errors import Internal
 
 if TYPE_CHECKING:
     from shared.bus import Bus
     from shared.keyvalue import Watch
     from shared.tenants import Tenant
-
-log = logging.getLogger(__name__)
 
 
 class TenantShares:
@@ -30,15 +26,13 @@ class TenantShares:
             await self._watch.close()
 
     def on_change(self, key: str, value: bytes | None) -> None:
-        try:
-            if value is None:
-                self._tenants.pop(tenants.tenant_key(key), None)
-                return
-            tenant = tenants.tenant_at(key, value)
-        except Internal as error:
-            log.error("the tenant %s stays as it was: %s", key, error)
+        change = tenants.TENANTS.change(key, value)
+        if change is None:
             return
-        self._tenants[tenant.name] = tenant
+        if change.record is None:
+            self._tenants.pop(change.names[0], None)
+        else:
+            self._tenants[change.record.name] = change.record
 
     def weight(self, tenant: str) -> float:
         found = self._tenants.get(tenant)

@@ -7,11 +7,11 @@ rise, so that a lost lease loses nothing.
 import math
 from collections.abc import Iterable
 
-import msgspec
 from msgspec import Struct
 
-from shared import records, subjects
-from shared.errors import Cancelled, Internal
+from shared import records
+from shared.errors import Cancelled
+from shared.stored import Stored, json
 
 STEPS_PER_DOUBLING = 16  # 4.4% from one bucket to the next
 BUCKET_MAX = STEPS_PER_DOUBLING * 24  # 4.7 hours
@@ -96,16 +96,5 @@ class IngressLease(Struct, frozen=True, kw_only=True):
     tallies: list[VersionTally] = []
 
 
-_decode = msgspec.json.Decoder(IngressLease).decode
+INGRESS_LEASES = Stored(json(IngressLease), "the lease of an ingress", lambda each: (each.ingress,))
 encode = records.encode
-
-
-def ingress_lease_at(key: str, raw: bytes) -> IngressLease:
-    """What is stored under `key` in the bucket `ingresses`. Raises Internal, also when it is not of that key."""
-    try:
-        found = _decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Internal(f"the lease of an ingress cannot be read: {error}") from None
-    if subjects.key(found.ingress) != key:
-        raise Internal(f"what is stored under {key} is of another key")
-    return found

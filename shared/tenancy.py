@@ -94,7 +94,7 @@ async def find(bus: "Bus", name: str) -> Tenant:
 
 async def list_all(bus: "Bus") -> list[Tenant]:
     """All tenants, by name."""
-    found = await registry.read_bucket(bus, subjects.TENANTS_BUCKET, tenants.tenant_at)
+    found = await registry.read_bucket(bus, subjects.TENANTS_BUCKET, tenants.TENANTS)
     return sorted(found, key=lambda tenant: tenant.name)
 
 

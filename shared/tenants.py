@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shared import records, subjects
+from shared import subjects
 from shared.errors import BadRequest
+from shared.stored import Stored, json
 
 KEY_PREFIX = "hr_"
 KEY_BYTES = 32
@@ -82,19 +83,8 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 encode = msgspec.json.encode
-decode_tenant = records.checked_decoder(msgspec.json.Decoder(Tenant).decode, "the record of a tenant")
-
-
-def tenant_at(kv_key: str, raw: bytes) -> Tenant:
-    """What is stored under `kv_key` in the bucket `tenants`. Raises Internal, also when it is not of that key."""
-    tenant = decode_tenant(raw)
-    records.check_belongs(tenant.name == tenant_key(kv_key), kv_key)
-    return tenant
-
-
-def tenant_key(kv_key: str) -> str:
-    """The tenant of a key in the bucket `tenants`. Raises Internal."""
-    return records.names_under(kv_key, 1)[0]
+TENANTS = Stored(json(Tenant), "the record of a tenant", lambda each: (each.name,))
+tenant_at = TENANTS.at
 
 
 def check_name(name: str) -> None:

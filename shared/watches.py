@@ -1,18 +1,14 @@
 """Models and routes, watched from their buckets into the router."""
 
-import logging
 from typing import TYPE_CHECKING
 
 from shared import records, subjects
-from shared.errors import Internal
 from shared.router import Router
 
 if TYPE_CHECKING:
     from shared.bus import Bus
     from shared.dispatch import Dispatcher
     from shared.keyvalue import Watch
-
-log = logging.getLogger(__name__)
 
 
 class Watches:
@@ -39,30 +35,26 @@ class Watches:
 
     def on_version(self, key: str, value: bytes | None) -> None:
         """A version's record is new, changed, or (None) deleted."""
-        try:
-            model, version = records.version_key(key)
-            record = None if value is None else records.version_at(key, value)
-        except Internal as error:
-            log.error("version %s stays as it was: %s", key, error)
+        change = records.VERSIONS.change(key, value)
+        if change is None:
             return
-        if record is None:
+        if change.record is None:
+            model, version = change.names
             self._router.drop_version(model, version)
             self._dispatcher.version_removed(model, version)
             return
-        self._router.put_version(record)
-        self._dispatcher.version_changed(record)
+        self._router.put_version(change.record)
+        self._dispatcher.version_changed(change.record)
 
     def on_route(self, key: str, value: bytes | None) -> None:
         """A model's route is new, changed, or (None) deleted."""
-        try:
-            if value is None:
-                model = records.model_key(key)
-                self._router.drop_route(model)
-                self._dispatcher.route_removed(model)
-                return
-            route = records.route_at(key, value)
-        except Internal as error:
-            log.error("the route of %s stays as it was: %s", key, error)
+        change = records.ROUTES.change(key, value)
+        if change is None:
             return
-        self._router.put_route(route)
-        self._dispatcher.route_changed(route)
+        if change.record is None:
+            [model] = change.names
+            self._router.drop_route(model)
+            self._dispatcher.route_removed(model)
+            return
+        self._router.put_route(change.record)
+        self._dispatcher.route_changed(change.record)
