@@ -62,9 +62,12 @@ async def _waiting(bus: Bus, model: str, version: str) -> list[tuple[StoredMessa
             break
         sequence = message.seq + 1
         try:
+            subjects.place_of_request(message.subject)
             request = wire.decode_request(message.data, message.headers)
-        except wire.Malformed:
+        except ValueError:
             continue  # a worker puts it into the DLQ
+        if request.model != model or request.version not in ("", version):
+            continue  # this, too
         if request.movable or not request.version:  # without one it is the server's mapping that chose it
             found.append((message, request))
     return found

@@ -151,15 +151,15 @@ def describe(message: Any) -> tuple[DeadLetter, wire.Request | None]:
     request: wire.Request | None = None
     try:
         request = wire.decode_request(message.data, message.headers, subjects.decode_token(version))
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
+    except ValueError:  # of the decoders, too
         request = None  # that may be why it is here
     headers = dict(message.headers)
     letter = DeadLetter(
         seq=message.seq,
         time=message.time,
-        model=subjects.decode_token(model),
-        version=subjects.decode_token(version),
-        tenant=subjects.decode_token(tenant),
+        model=_name(model),
+        version=_name(version),
+        tenant=_name(tenant),
         reason=headers.pop(wire.HEADER_REASON, ""),
         bytes=len(message.data),
         rid=None if request is None else request.rid,
@@ -168,6 +168,14 @@ def describe(message: Any) -> tuple[DeadLetter, wire.Request | None]:
         headers=headers,
     )
     return letter, request
+
+
+def _name(token: str) -> str:
+    """Of a subject's token; the token itself where it is none of ours, which may be why the message is here."""
+    try:
+        return subjects.decode_token(token)
+    except ValueError:
+        return token
 
 
 def _size(given: wire.Input) -> str:

@@ -163,7 +163,7 @@ async def read(bus: "Bus", since: float) -> list[Entry]:
     def take(message: "Message") -> None:
         try:
             found.append(_decode(message.data))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             log.warning("an entry of the audit log is left out: %s", error)
 
     await reading.read_since(bus, subjects.AUDIT_STREAM, since, take)

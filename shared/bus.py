@@ -46,7 +46,8 @@ _is_subject = re.compile(r"[!-~]{1,2048}").fullmatch
 
 
 class Message(msgspec.Struct, gc=False):
-    """What arrives: `status` is that of a server message ("503", "408", "100", ...), "" for an ordinary one."""
+    """What arrives: `status` is that of a server message ("503", "408", "100", ...), "" for an ordinary one, whatever it says
+    of itself."""
 
     subject: str
     reply: str
@@ -95,6 +96,7 @@ class Subscription:
 
     def __init__(self, bus: "Bus", subject: str, queue: str, callback: Callable[[Message], None]) -> None:
         self._bus, self._subject, self._queue, self._callback = bus, subject, queue, callback
+        self._own = subject.rstrip("*>")
         self._inner: NatsSubscription | None = None
 
     async def bind(self, client: Client) -> None:
@@ -115,7 +117,9 @@ class Subscription:
 
     async def _on_message(self, raw: Msg) -> None:
         headers = raw.headers or {}
-        status = headers.get(STATUS, "") if not raw.data else ""
+        # what a stream delivers keeps its own subject: a status in it is its publisher's, and means nothing
+        said = not raw.data and raw.subject.startswith(self._own)
+        status = headers.get(STATUS, "") if said else ""
         try:
             self._callback(Message(raw.subject, raw.reply, raw.data, headers, status))
         except Malformed as error:

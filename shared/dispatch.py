@@ -537,6 +537,8 @@ class Dispatcher:
             await work
         except HeadraceError as error:  # the requester's timers try again
             log.warning("the bus refused: %s", error.message)
+        except wire.Malformed as error:
+            log.error("what is stored is not a request: %s", error)
 
     async def _publish(self, subject: str, data: bytes) -> None:
         await self._bus.publish(subject, data)

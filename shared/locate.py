@@ -69,11 +69,13 @@ async def revoke(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int) 
 
 async def _stored(bus: Bus, rid: str, tenant: str, seq: int) -> tuple[StoredMessage, wire.Request] | None:
     message = await bus.get_message(subjects.REQ_STREAM, seq) if seq else None
-    if message is None or subjects.tenant_of_request(message.subject) != tenant:
+    if message is None:
         return None
     try:
+        if subjects.tenant_of_request(message.subject) != tenant:
+            return None
         request = wire.decode_request(message.data, message.headers, subjects.version_of_request(message.subject))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except ValueError:  # not a request, or of nobody
         return None
     return (message, request) if request.rid == rid else None
 

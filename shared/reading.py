@@ -31,8 +31,10 @@ async def read_since(
             if message.reply:
                 flow.append(message.reply)
             return
-        take(message)
-        complete = message.reply.endswith(".0")  # nothing pending after it
+        try:
+            take(message)
+        finally:
+            complete = message.reply.endswith(".0")  # nothing pending after it
 
     subscription = await bus.subscribe(inbox, on_message)
     config = {

@@ -5,6 +5,7 @@ No other module spells one of these. The grammar is docs/protocol.md, "Names".
 
 import hashlib
 import re
+from functools import lru_cache
 
 REQ_STREAM = "REQ"
 DLQ_STREAM = "DLQ"
@@ -32,8 +33,10 @@ LANE_FAST = "fast"  # of tenants that have little waiting: one consumer for all 
 LANE_FAIR = "fair"  # of the others: a consumer for each
 
 NAME_BYTES_MAX = 128
+CHARACTERS_SHOWN = NAME_BYTES_MAX // 4  # of a token that is none of ours: whatever they are, they fit into a name
 
 _PLAIN = re.compile(rb"[A-Za-z0-9_-]")
+_TOKEN = re.compile(r"[A-Za-z0-9_=-]{1,384}")
 _ESCAPE = re.compile(r"=([0-9A-F]{2})")
 
 
@@ -48,10 +51,14 @@ def encode_token(name: str) -> str:
     return "".join(chr(byte) if _PLAIN.match(bytes([byte])) else f"={byte:02X}" for byte in raw)
 
 
+@lru_cache(maxsize=4096)
 def decode_token(token: str) -> str:
-    """The name that `encode_token` made `token` of."""
+    """The name that `encode_token` made `token` of. Raises ValueError for one that it never makes."""
     raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), token)
-    return raw.encode("latin-1").decode()
+    name = raw.encode("latin-1").decode()
+    if encode_token(name) != token:
+        raise ValueError(f"not the token of a name: {token[:80]!r}")
+    return name
 
 
 def key(*names: str) -> str:
@@ -60,7 +67,7 @@ def key(*names: str) -> str:
 
 
 def names_of(kv_key: str) -> list[str]:
-    """The names that `key` joined."""
+    """The names that `key` joined. Raises ValueError."""
     return [decode_token(token) for token in kv_key.split(".")]
 
 
@@ -99,12 +106,12 @@ def place_of_request(subject: str) -> tuple[str, str, str, str]:
 
 
 def version_of_request(subject: str) -> str:
-    """The version of a request's subject."""
+    """The version of a request's subject. Raises ValueError."""
     return decode_token(subject.split(".")[2])
 
 
 def tenant_of_request(subject: str) -> str:
-    """The tenant of a request's subject. Identity is the subject's token, never a header."""
+    """The tenant of a request's subject. Identity is the subject's token, never a header. Raises ValueError."""
     return decode_token(subject.rsplit(".", 1)[1])
 
 
@@ -129,9 +136,9 @@ def dead_letter(model: str, version: str, tenant: str) -> str:
 
 
 def dead_letter_of(request_subject: str) -> str:
-    """Where what came on a request's subject is kept when it is no request: the same tokens, whatever they are."""
+    """Where what came on a request's subject is kept when it is no request: the same tokens, if they can be tokens of ours."""
     _, model, version, *_, tenant = request_subject.split(".")
-    return f"dlq.{model}.{version}.{tenant}"
+    return f"dlq.{model}.{version}.{tenant if _TOKEN.fullmatch(tenant) else encode_token(tenant[:CHARACTERS_SHOWN])}"
 
 
 def usage(tenant: str) -> str:
@@ -140,7 +147,7 @@ def usage(tenant: str) -> str:
 
 
 def tenant_of_usage(subject: str) -> str:
-    """The tenant of such a subject."""
+    """The tenant of such a subject. Raises ValueError."""
     return decode_token(subject.rpartition(".")[2])
 
 
@@ -187,6 +194,6 @@ WAKE_ALL = "wake.*.*"
 
 
 def version_of_wake(subject: str) -> tuple[str, str]:
-    """(model, version) of a wake subject."""
+    """(model, version) of a wake subject. Raises ValueError."""
     _, model, version = subject.split(".")
     return decode_token(model), decode_token(version)

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 COMPLETED = "completed"
 SINCE_DEFAULT_S = 30 * 86_400.0
+AT_MAX = 1e11  # unix seconds: what is later is no time
 
 By = Literal["total", "tenant", "model", "day"]
 
@@ -119,12 +120,15 @@ async def query(bus: "Bus", since: float, tenant: str | None = None, by: By = "t
     sums = Sums(by)
 
     def take(message: "Message") -> None:
-        whose = subjects.tenant_of_usage(message.subject)
         try:
-            sums.add(whose, [event for event in _decode(message.data) if event.at >= since])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.warning("a usage event of %s is left out: %s", whose, error)
+            whose = subjects.tenant_of_usage(message.subject)
+            sums.add(whose, [event for event in _decode(message.data) if since <= event.at < AT_MAX])
+        except (ValueError, RecursionError) as error:
+            log.warning("an event on %s is left out: %s", message.subject, error)
 
-    subject = subjects.USAGE_SUBJECTS if tenant is None else subjects.usage(tenant)
+    try:
+        subject = subjects.USAGE_SUBJECTS if tenant is None else subjects.usage(tenant)
+    except ValueError as error:
+        raise BadRequest(f"tenant: {error}", param="tenant") from None
     await reading.read_since(bus, subjects.USAGE_STREAM, since, take, subject)
     return sums.sums()

@@ -314,6 +314,8 @@ def decode_request(data: bytes, headers: Mapping[str, str], version: str = "") -
     publisher did not know it, and the server's mapping chose one. Raises Malformed."""
     as_json = headers.get("Content-Type", "").startswith("application/json")
     request = (_decode_request_json if as_json else _decode_request_msgpack)(data)
+    if as_json:
+        encode_request(request)  # it goes on as msgpack
     if not request.version:
         request.version = version
     return request

@@ -361,7 +361,9 @@ class ClaimTable:
         """All timers that are due."""
         actions: list[Action] = []
         for claim in list(self._claims.values()):
-            if claim.orphan_at is not None and now >= claim.orphan_at:
+            # past its time every requester has ended it by its own clock: who is still there and says nothing lets go never
+            is_left = now >= claim.deadline + self.limits.orphan_grace_s
+            if is_left or (claim.orphan_at is not None and now >= claim.orphan_at):
                 self.orphans += 1
                 self._ack(claim, now, actions, keep=False)
             elif now >= claim.deadline and not claim.ended:

@@ -43,6 +43,7 @@ KEPT_HEADERS = (
     wire.HEADER_GENERATION_MS,
     "Content-Type",
 )  # in the DLQ
+KEPT_HEADER_CHARACTERS_MAX = 512  # of each: a frame address has fewer
 ACK, NAK, IN_PROGRESS, TERM = b"+ACK", b"-NAK", b"+WPI", b"+TERM"
 
 
@@ -419,7 +420,7 @@ class WorkerServer:
 
     async def _bury(self, subject: str, data: bytes, headers: dict[str, str], handle: str, reason: str) -> None:
         """Keep the message in the DLQ, then end it in its stream. If it cannot be kept, it is delivered again."""
-        kept = {name: headers[name] for name in KEPT_HEADERS if name in headers}
+        kept = {name: headers[name][:KEPT_HEADER_CHARACTERS_MAX] for name in KEPT_HEADERS if headers.get(name)}
         kept.setdefault(wire.HEADER_MSG_ID, wire.new_id())
         kept[wire.HEADER_REASON] = " ".join(reason.split())[:500]
         if len(data) > self._bus.payload_bytes_max:  # it came from somebody who did not leave room for more headers

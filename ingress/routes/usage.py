@@ -11,7 +11,7 @@ from ingress.context import Context
 from ingress.identity import caller_of
 from shared import usage
 from shared.errors import BadRequest
-from shared.usage import SINCE_DEFAULT_S, UsageSum
+from shared.usage import AT_MAX, SINCE_DEFAULT_S, UsageSum
 
 USAGE = "/v1/usage"
 PARAMETERS = [
@@ -50,6 +50,6 @@ def _since(text: str | None) -> float:
         since = float(text)
     except ValueError:
         since = -1.0
-    if not 0 <= since < 1e11:
+    if not 0 <= since < AT_MAX:
         raise BadRequest("since: unix seconds are expected", param="since")
     return since

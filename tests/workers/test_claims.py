@@ -548,6 +548,14 @@ def test_an_attach_within_the_grace_saves_the_claim() -> None:
     assert Ack("ack.5") in claims.tick(45.0)
 
 
+def test_a_claim_that_nobody_lets_go_of_ends_some_time_after_its_deadline() -> None:
+    for claims in (serving([1], orphan_grace_s=15.0), claimed(orphan_grace_s=15.0)):
+        claims.tick(605.0)  # 600 s, and the margin: it failed
+        assert [action for action in claims.tick(619.9) if isinstance(action, Ack)] == []
+        assert [action for action in claims.tick(620.0) if isinstance(action, Ack)] == [Ack("ack.5")]
+        assert (len(claims), claims.holding, claims.orphans) == (0, 0, 1)
+
+
 def test_h11_no_responders_to_accepted_starts_the_grace_and_accepted_goes_on() -> None:
     claims = claimed(orphan_grace_s=15.0)
     claims.no_responders(HOME, 0.1)
