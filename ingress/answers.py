@@ -16,6 +16,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 RETRY_AFTER_DEFAULT_S = 1.0
+RETRY_AFTER_LASTING_S = 60.0  # of a 503 that ends when somebody changes something
 JSON = (b"content-type", b"application/json")
 STREAM: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -54,8 +55,9 @@ def error_answer(error: HeadraceError) -> tuple[bytes, Headers]:
     headers: Headers = []
     if error.status == 401:
         headers.append((b"www-authenticate", b'Bearer realm="headrace"'))
-    if error.retryable and error.status in (429, 503):
-        seconds = RETRY_AFTER_DEFAULT_S if error.retry_after is None else error.retry_after
+    if error.status in (429, 503):
+        default = RETRY_AFTER_DEFAULT_S if error.retryable else RETRY_AFTER_LASTING_S
+        seconds = default if error.retry_after is None else error.retry_after
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(seconds))))
         headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(seconds * 1000))))
     if not error.retryable and (error.status in (408, 409, 429) or error.status >= 500):
