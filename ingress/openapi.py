@@ -11,6 +11,21 @@ from ingress.schemas import Body
 
 REF_TEMPLATE = "#/components/schemas/{name}"
 PATH_PARAMETER = {"in": "path", "required": True, "schema": {"type": "string"}}
+
+
+class ErrorBody(msgspec.Struct):
+    """`code` is stable and listed in docs/errors.md, with its status; `message` is for people."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(msgspec.Struct):
+    error: ErrorBody
+
+
 MODEL_PARAMETER = PATH_PARAMETER | {"name": "model"}
 
 
@@ -44,12 +59,18 @@ def install(app: FastAPI, types: Sequence[Any]) -> None:
 
     def document() -> dict[str, Any]:
         found = generate()
-        _, components = msgspec.json.schema_components(types, ref_template=REF_TEMPLATE)
+        _, components = msgspec.json.schema_components([*types, Error], ref_template=REF_TEMPLATE)
         for body in types:
             if isinstance(body, type) and issubclass(body, Body):
                 for name in body.not_served():
                     components[body.__name__]["properties"].pop(name)
-        found.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        for operation in (each for methods in found["paths"].values() for each in methods.values()):
+            operation["responses"].pop("422", None)  # FastAPI's own: what it refuses is a 400 here
+            operation["responses"]["default"] = {"description": "An error"} | {"content": _json(Error)}
+        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        schemas.update(components)
         return found
 
     app.openapi = document  # type: ignore[method-assign]

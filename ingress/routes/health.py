@@ -4,7 +4,7 @@ import os
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ingress.context import Context
 
@@ -25,7 +25,7 @@ def router(context: Context) -> APIRouter:
     routes.get("/readyz", summary="The bus is usable and draining has not begun")(readyz)
     routes.get("/health", summary="The same as /readyz")(readyz)
 
-    @routes.get("/metrics", summary="Prometheus metrics")
+    @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(context.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 

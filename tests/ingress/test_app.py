@@ -425,7 +425,6 @@ def test_the_documentation_lists_the_routes(front: Any) -> None:
         "/v1/usage",
         "/v1/streams/{rid}",
         "/v1/streams/{rid}/cancel",
-        "/v1/usage",
         "/livez",
         "/readyz",
         "/health",
