@@ -32,8 +32,8 @@ MODEL_PARAMETER = PATH_PARAMETER | {"name": "model"}
 def inference(family: Family) -> dict[str, Any]:
     """Arguments of the FastAPI route of an inference family: its body and its two kinds of answer."""
     arguments = answer(family.answer_type)
-    stream = {"schema": {"type": "string", "description": "server-sent events, with `stream: true`"}}
-    arguments["responses"][200]["content"]["text/event-stream"] = stream
+    arguments["responses"][200]["description"] = "The answer; with `stream: true` server-sent events"
+    arguments["responses"][200]["content"]["text/event-stream"] = {}
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(family.decoder.type)}}
     if "{model" in family.route:
         extra["parameters"] = [MODEL_PARAMETER]

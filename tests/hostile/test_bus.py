@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.stack.servers import MAX_PAYLOAD_BYTES
 from shared import subjects, wire
 from shared.bus import Message
 
@@ -34,9 +35,8 @@ VALID = [
 
 
 def headers(**changed: str | None) -> dict[str, str]:
-    """Of a good message whose requester is not there any more."""
+    """Of a good message whose requester is not there any more. Without an id: the same one twice is stored once."""
     given: dict[str, str | None] = {
-        "Nats-Msg-Id": wire.new_id(),
         "Hr-Wire": "1",
         "Hr-Reply": subjects.frame_address(TENANT, wire.new_id()),
         "Hr-Queue-Deadline": "9999999999999",
@@ -97,7 +97,7 @@ def heads() -> list[bytes]:
         ":",
         "x",
     ):
-        found.append(head(good | {"Nats-Msg-Id": wire.new_id()})[:-2] + line.encode() + b"\r\n\r\n")
+        found.append(head(good)[:-2] + line.encode() + b"\r\n\r\n")
     for first in (
         b"NATS/1.0 503",
         b"NATS/1.0 100 Idle Heartbeat",
@@ -126,6 +126,10 @@ def test_no_message_in_a_lane_stays_or_stops_a_worker(target: Target, lane: str)
             raw.publish(lane, body, head(given))
         for data in WHOLE[:8]:
             raw.publish(lane, data)
+        largest = b"\xc1" * (MAX_PAYLOAD_BYTES - 1000)
+        raw.publish(lane, largest, head(headers()))
+        raw.publish(lane, b"", head(headers(Hr_Reply="x" * (MAX_PAYLOAD_BYTES - 1000))))
+        raw.publish(lane, largest[:-70_000], head(headers(Hr_Reply="x" * 60_000)))
         for each in heads():
             raw.publish(lane, msgspec.msgpack.encode(request()), each)
             raw.publish(lane, b"", each)

@@ -59,6 +59,9 @@ def test_damaged_bytes_are_malformed_and_nothing_else() -> None:
     assert refused > 8000
 
 
+LONG_SEED = b'{"rid":"a","model":"m","version":"v","input":{"prompt":"x"},"sampling":{"seed":1%b}}' % (b"0" * 30)
+
+
 @pytest.mark.parametrize(
     ("data", "headers"),
     [
@@ -70,6 +73,7 @@ def test_damaged_bytes_are_malformed_and_nothing_else() -> None:
         (b'{"rid":"\xff"}', {"Content-Type": "application/json"}),
         (b"[" * 100_000, {"Content-Type": "application/json"}),
         (b'{"input":{"messages":' + b"[" * 100_000, {"Content-Type": "application/json"}),
+        (LONG_SEED, {"Content-Type": "application/json"}),
     ],
 )
 def test_what_is_no_request(data: bytes, headers: dict[str, str]) -> None:
