@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from shared import tools
 from shared.errors import BadRequest
-from shared.manifests import CONFIG_NAME, MANIFEST_NAME, Manifest, ManifestFile, model_length
+from shared.manifests import CONFIG_NAME, MANIFEST_NAME, TEMPLATE_BYTES_MAX, Manifest, ManifestFile, model_length
 from shared.records import EngineSettings
 from shared.settings import MIB
 
@@ -59,6 +60,15 @@ def read_directory(
         max_model_len=model_length(config.read_bytes(), str(config), engine),
         memory_bytes=sum(file.size for file in files if file.name.endswith(".safetensors")),
     )
+
+
+def tool_dialect(directory: Path) -> str:
+    """How the model of a directory writes tool calls, by its chat template."""
+    paths = [directory / name for name in tools.TEMPLATE_FILES]
+    found = {
+        path.name: path.read_bytes() for path in paths if path.is_file() and path.stat().st_size <= TEMPLATE_BYTES_MAX
+    }
+    return tools.dialect_of(tools.template_of(found))
 
 
 def _check_shards(directory: Path, names: set[str]) -> None:

@@ -50,9 +50,10 @@ async def push(
     simulated = source.startswith(registry.SIMULATED)
     directory = Path(source)
     if simulated:
-        manifest = manifests.of_simulated(model, version, engine)
+        manifest, tool_dialect = manifests.of_simulated(model, version, engine), ""
     else:
         manifest = await asyncio.to_thread(packing.read_directory, directory, model, version, engine, on_progress)
+        tool_dialect = packing.tool_dialect(directory)
     record = Version(
         model=model,
         version=version,
@@ -62,6 +63,7 @@ async def push(
         max_model_len=max_model_len if simulated else manifest.max_model_len,
         engine=engine,
         limits=limits,
+        tool_dialect=tool_dialect,
         created=int(time.time()),
     )
     existing = await registry.find_version(bus, model, version)

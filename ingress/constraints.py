@@ -5,12 +5,17 @@ from typing import Any
 import msgspec
 
 from ingress.schemas import Body, ResponseFormat, StructuredOutputs
+from ingress.tool_schemas import ToolUse
 from shared.errors import BadRequest, Unsupported
+from shared.tools import ToolGrammar
 from shared.wire import Grammar
 
 
-def to_grammar(body: Body) -> Grammar | None:
-    """What the output must be; None: anything. Raises BadRequest or Unsupported. That it compiles, the worker finds out."""
+def to_grammar(body: Body, use: ToolUse | None, dialect: str) -> Grammar | None:
+    """What the output must be; None: anything. Raises BadRequest or Unsupported. That it compiles, the worker finds out.
+
+    `use` and `dialect`: what the output may call, and how.
+    """
     given: dict[str, Grammar | None] = {"response_format": _of_format(body.response_format)}
     if body.structured_outputs is not None:
         given |= _of_structured(body.structured_outputs)
@@ -21,7 +26,13 @@ def to_grammar(body: Body) -> Grammar | None:
     named = {name: grammar for name, grammar in given.items() if grammar is not None}
     if len(named) > 1:
         raise BadRequest(f"{' and '.join(named)}: one constraint a request is served", param=list(named)[1])
-    return next(iter(named.values()), None)
+    if use is None:
+        return next(iter(named.values()), None)
+    for name in named:
+        raise BadRequest(f"{name}: not together with tools, unless `tool_choice` is none", param=name)
+    if not use.held:
+        return None
+    return Grammar("tools", _encode(ToolGrammar(dialect, use.schemas(), use.required, use.parallel)))
 
 
 def _of_format(given: ResponseFormat | None) -> Grammar | None:

@@ -18,6 +18,8 @@ class Framing(msgspec.Struct):
     created: int  # unix seconds
     include_usage: bool
     streamed: bool
+    tools: str = ""  # how calls are written in the output, of `shared.tools.DIALECTS`; "": it has none
+    one_call: bool = False  # at most
 
 
 class Admitted(msgspec.Struct):

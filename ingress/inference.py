@@ -16,6 +16,7 @@ from ingress.relay import Exchange
 from ingress.schemas import Body
 from ingress.several import submitted
 from ingress.stickiness import sticky_key
+from ingress.tool_schemas import dialect
 from shared import wire
 from shared.errors import QueueFull, ResultGone, StreamGone, TooLarge, Unsupported
 from shared.stream import Stream
@@ -73,6 +74,9 @@ class Inference(Exchange):
             request.movable = resolved.by_weights
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         framing = Framing(self._family.route, reference, int(time.time()), include_usage, self._streamed)
+        use = body.tool_use()
+        if use is not None:
+            framing.tools, framing.one_call = dialect(version), not use.parallel
         if len(requests) > 1:
             return self._several(requests, framing)
         [request] = requests

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ingress.identity import Caller
-from shared import audit, config, deployment_views, deployments, manifests, registry
+from shared import audit, config, deployment_views, deployments, manifests, registry, tools
 from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, DeploymentNotFound, NotFound, VersionFailed
 from shared.manifests import Manifest
@@ -91,8 +91,8 @@ class Registrar:
         from shared.objects import ObjectStore  # an ingress that registers nothing does without its libraries
 
         objects = ObjectStore(self._settings)
-        manifest = await asyncio.to_thread(_stored_manifest, objects, model, asked)
-        record = await registry.register(self.bus, _record(asked, manifest))
+        manifest, tool_dialect = await asyncio.to_thread(_stored_manifest, objects, model, asked)
+        record = await registry.register(self.bus, _record(asked, manifest, tool_dialect))
         await asyncio.to_thread(blobs.name_manifest, objects, manifest)
         return record
 
@@ -145,7 +145,7 @@ class Registrar:
         return found[0]
 
 
-def _record(asked: NewVersion, manifest: Manifest) -> Version:
+def _record(asked: NewVersion, manifest: Manifest, tool_dialect: str = "") -> Version:
     return Version(
         model=manifest.model,
         version=manifest.version,
@@ -155,12 +155,16 @@ def _record(asked: NewVersion, manifest: Manifest) -> Version:
         max_model_len=manifest.max_model_len,
         engine=manifest.engine,
         limits=asked.limits,
+        tool_dialect=tool_dialect,
         created=int(time.time()),
     )
 
 
-def _stored_manifest(objects: "ObjectStore", model: str, asked: NewVersion) -> Manifest:
-    """The manifest of the version that is asked for, in the store, with all its files. Blocking. Raises BadRequest."""
+def _stored_manifest(objects: "ObjectStore", model: str, asked: NewVersion) -> tuple[Manifest, str]:
+    """The manifest of the version that is asked for, in the store, with all its files; and how the model writes tool calls.
+
+    Blocking. Raises BadRequest.
+    """
     from shared import blobs
 
     if asked.manifest_sha256 is None:
@@ -178,4 +182,9 @@ def _stored_manifest(objects: "ObjectStore", model: str, asked: NewVersion) -> M
     raw = objects.get(manifests.blob_key(config.sha256))
     manifest = replace(manifest, max_model_len=manifests.model_length(raw, manifests.CONFIG_NAME, manifest.engine))
     blobs.put_manifest(objects, manifest)
-    return manifest
+    templates = {
+        file.name: objects.get(manifests.blob_key(file.sha256))
+        for file in manifest.files
+        if file.name in tools.TEMPLATE_FILES and file.size <= manifests.TEMPLATE_BYTES_MAX
+    }
+    return manifest, tools.dialect_of(tools.template_of(templates))

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from ingress.tool_schemas import Tool, ToolCall, ToolChoice, ToolUse, called, tool_use
 from shared.errors import BadRequest, Unsupported
 from shared.wire import ChatMessage, Input
 
@@ -76,6 +77,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # what to ask for instead
 INSTEAD = {
+    "functions": "`tools` of /v1/chat/completions has them",
+    "function_call": "`tool_choice` of /v1/chat/completions has it",
     "best_of": "`n` gives several choices, all of which are returned",
     "prompt_logprobs": "/v1/completions gives them with `echo` and `logprobs`",
 }
@@ -159,6 +162,10 @@ class Body(NotServed, kw_only=True):
         """Whether the answer begins with the prompt."""
         return False
 
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may call; None: nothing. Raises BadRequest or Unsupported."""
+        return None
+
     def output_tokens_max(self) -> int | None:
         """None: up to the model's length. Raises BadRequest."""
         return self.max_tokens
@@ -179,21 +186,31 @@ class Message(msgspec.Struct):
     role: Role
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
 class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions."""
 
+    SERVED = frozenset({"tools", "tool_choice"})
+
     model: str
     messages: list[Message]
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
 
     def to_input(self) -> Input:
-        return Input(messages=chat_messages(self.messages, "messages"))
+        use = self.tool_use()
+        tools = None if use is None else use.described()
+        return Input(messages=chat_messages(self.messages, "messages"), tools=tools)
+
+    def tool_use(self) -> ToolUse | None:
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def output_tokens_max(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -266,16 +283,29 @@ def chat_messages(messages: list[Message], path: str) -> list[ChatMessage]:
     """The messages as a chat template takes them: content parts joined, `developer` as `system`."""
     if not messages:
         raise BadRequest(f"{path}: must not be empty", param=path)
+    _check_results(messages, path)
     return [
         ChatMessage(
             role="system" if message.role == "developer" else message.role,
             content=_content(message, f"{path}[{index}]"),
             name=message.name,
-            tool_calls=message.tool_calls,
+            tool_calls=called(message.tool_calls) if message.tool_calls else None,
             tool_call_id=message.tool_call_id,
         )
         for index, message in enumerate(messages)
     ]
+
+
+def _check_results(messages: list[Message], path: str) -> None:
+    """Raises BadRequest for the result of a call that was not made."""
+    made: set[str] = set()
+    for index, message in enumerate(messages):
+        where = f"{path}[{index}].tool_call_id"
+        if message.role == "tool" and message.tool_call_id is None:
+            raise BadRequest(f"{where}: missing", param=where)
+        if message.role == "tool" and message.tool_call_id not in made:
+            raise BadRequest(f"{where}: no message before it has a call with this id", param=where)
+        made.update(call.id for call in message.tool_calls or [])
 
 
 def _content(message: Message, path: str) -> str | None:

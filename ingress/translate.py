@@ -4,9 +4,11 @@ import secrets
 
 from ingress.constraints import to_grammar
 from ingress.schemas import INSTEAD, NEUTRAL, Body
+from ingress.tool_schemas import dialect
 from shared.errors import BadRequest, ContextLength, Unsupported
 from shared.records import Version
 from shared.settings import Settings
+from shared.tools import MARKS
 from shared.wire import Input, Sampling
 
 SEED_BITS = 64
@@ -30,6 +32,7 @@ def to_sampling(body: Body, version: Version, settings: Settings) -> Sampling:
         raise BadRequest(f"n: at most {settings.choices_max}, got {choices}", param="n")
     max_tokens = body.output_tokens_max()
     _check_output_length(max_tokens, body.min_tokens, version)
+    use = body.tool_use()
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -48,7 +51,8 @@ def to_sampling(body: Body, version: Version, settings: Settings) -> Sampling:
         min_tokens=body.min_tokens or 0,
         logprobs=body.logprobs_wanted(),
         echo=body.echoes(),
-        grammar=to_grammar(body),
+        grammar=to_grammar(body, use, dialect(version)),
+        shown=[] if use is None else list(MARKS[dialect(version)]),
     )
 
 

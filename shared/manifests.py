@@ -17,6 +17,7 @@ from shared.records import EngineSettings
 
 MANIFEST_NAME = "manifest.json"
 CONFIG_NAME = "config.json"
+TEMPLATE_BYTES_MAX = 16 << 20  # of a file that may hold a chat template: a tokenizer's configuration is far smaller
 BLOBS = "blobs/"
 MODELS = "models/"
 

@@ -45,6 +45,9 @@ class EngineSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     weights: Literal["auto", "int8"] = "auto"  # in the model's type, or int8 on a CPU by our own kernels
     kernels: Literal["auto", "torch"] = "auto"  # on a CPU: our own where they fit, or torch's
     attention: Literal["auto", "triton", "varlen", "torch"] = "auto"  # on a GPU
+    tool_dialect: Literal["auto", "hermes", "llama3", "mistral"] = (
+        "auto"  # how the model writes tool calls; by its template
+    )
 
 
 class Window(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +84,7 @@ class Version(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     max_model_len: int = 0  # tokens, for early refusals
     engine: EngineSettings = EngineSettings()
     limits: VersionLimits = VersionLimits()
+    tool_dialect: str = ""  # by its chat template; "": not known
     created: int = 0  # unix seconds
     reason: str = ""  # why it failed
     retired: int = 0  # unix seconds of its removal

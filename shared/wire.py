@@ -58,9 +58,9 @@ def copy_id(rid: str, version: str, k: int) -> str:
 
 class Grammar(msgspec.Struct, omit_defaults=True):
     """What an output must be. `body` is of the kind: a JSON schema, a regular expression, a JSON list of strings, a grammar
-    (EBNF as llama.cpp has it, or Lark); any JSON object has none."""
+    (EBNF as llama.cpp has it, or Lark), a `shared.tools.ToolGrammar` as JSON; any JSON object has none."""
 
-    kind: str  # json_schema | json_object | regex | choice | grammar
+    kind: str  # json_schema | json_object | regex | choice | grammar | tools
     body: str = ""
     strict: bool = True  # of a schema: refuse keywords that cannot be enforced; else leave them out
 
@@ -86,6 +86,7 @@ class Sampling(msgspec.Struct, omit_defaults=True):
     logprobs: int | None = None  # None: none; k >= 0: of the chosen token and of the k most likely
     echo: bool = False  # the tokens of each choice begin with those of the prompt
     grammar: Grammar | None = None
+    shown: list[str] = []  # special tokens whose text is part of the output all the same
 
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):
@@ -99,11 +100,14 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
 
 
 class Input(msgspec.Struct, omit_defaults=True):
-    """What to continue: exactly one of the three is set."""
+    """What to continue: exactly one of messages, prompt and token ids is set. `tools` go with messages."""
 
     messages: list[ChatMessage] | None = None
     prompt: str | None = None
     token_ids: list[int] | None = None
+    tools: list[dict[str, Any]] | None = (
+        None  # as the chat template takes them: {"type": "function", "function": {...}}
+    )
 
 
 class Request(msgspec.Struct, omit_defaults=True):

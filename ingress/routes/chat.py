@@ -4,6 +4,7 @@ import msgspec
 
 from ingress.answers import Scope
 from ingress.family import Admitted, Choice
+from ingress.routes.chat_tools import AnsweredCall, ToolChatEvents, answered
 from ingress.routes.openai import ChatLogprobs, ChunkEvents, UsageBody, chat_logprobs, usage_body
 from ingress.schemas import ChatBody
 from ingress.sse import Events, encode
@@ -14,9 +15,10 @@ PATH = "/v1/chat/completions"
 
 
 class ChatAnswerMessage(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -59,21 +61,25 @@ class Chat:
         return body.model
 
     def events(self, admitted: Admitted) -> Events:
+        if admitted.framing.tools:
+            return ToolChatEvents(_id(admitted), admitted)
         choices = admitted.request.sampling.n
         return ChatEvents(_id(admitted), admitted.created, admitted.reference, choices, admitted.include_usage)
 
     def plain(self, admitted: Admitted, choices: list[Choice], usage: Usage, claims: int) -> bytes:
         wanted = admitted.request.sampling.logprobs is not None
-        answers = [
-            ChatChoice(
-                index,
-                ChatAnswerMessage(choice.text),
-                chat_logprobs(choice.logprobs) if wanted else None,
-                choice.finish,
-            )
-            for index, choice in enumerate(choices)
-        ]
+        answers = []
+        for index, choice in enumerate(choices):
+            message, finish = _message(admitted, index, choice)
+            answers.append(ChatChoice(index, message, chat_logprobs(choice.logprobs) if wanted else None, finish))
         return encode(ChatAnswer(_id(admitted), admitted.created, admitted.reference, answers, usage_body(usage)))
+
+
+def _message(admitted: Admitted, index: int, choice: Choice) -> tuple[ChatAnswerMessage, str | None]:
+    if not admitted.framing.tools:
+        return ChatAnswerMessage(choice.text), choice.finish
+    content, calls, finish = answered(admitted, index, choice)
+    return ChatAnswerMessage(content, tool_calls=calls or msgspec.UNSET), finish
 
 
 def _id(admitted: Admitted) -> str:

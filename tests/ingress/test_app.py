@@ -118,8 +118,8 @@ def test_sdk_sees_errors_with_their_codes(front: Any, sdk: openai.OpenAI, make: 
         sdk.chat.completions.create(**(CHAT | {"model": "x"}))
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as tools:
-        sdk.chat.completions.create(**CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert (tools.value.code, tools.value.param) == ("unsupported_parameter", "tools")
+        sdk.chat.completions.create(**CHAT, functions=[{"name": "f"}])
+    assert (tools.value.code, tools.value.param) == ("unsupported_parameter", "functions")
 
     def breaks(stream: Any) -> None:
         stream.push(make.token("Hel"))
@@ -253,7 +253,7 @@ def test_refusals_have_one_shape_on_every_route(front: Any, path: str, body: dic
         (b"\xff", {}, 400, "invalid_request"),
         (body | {"max_tokens": -1}, {}, 400, "invalid_request"),
         (body | {"max_tokens": 5000}, {}, 400, "context_length_exceeded"),
-        (body | {"tools": [{}]}, {}, 400, "unsupported_parameter"),
+        (body | {"prediction": {}}, {}, 400, "unsupported_parameter"),
         (body, {"x_version_pin": "v9"}, 404, "version_not_found"),
         (body | {"user": "x" * 300_000}, {}, 413, "request_too_large"),
     ):
@@ -436,4 +436,6 @@ def test_the_documentation_lists_the_routes(front: Any) -> None:
     body = document["components"]["schemas"]["ChatBody"]
     assert {"model", "messages"} == set(body["required"])
     assert "max_completion_tokens" in body["properties"]
-    assert "tools" not in body["properties"]
+    assert "tools" in body["properties"]
+    assert "functions" not in body["properties"]
+    assert "tools" not in document["components"]["schemas"]["InferBody"]["properties"]

@@ -10,8 +10,9 @@ from ingress.decoding import decode
 from ingress.schemas import Body, ChatBody, CompletionBody, InferBody
 from ingress.translate import check_prompt_length, refuse_not_served, to_sampling
 from shared.errors import HeadraceError
-from shared.records import Version
+from shared.records import EngineSettings, Version
 from shared.settings import Settings
+from shared.tools import MARKS, decode_grammar
 from shared.wire import ChatMessage, Grammar, Input, Request, Sampling
 
 DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
@@ -223,9 +224,78 @@ def test_messages_keep_what_a_template_needs() -> None:
     assert prompt.messages == [
         ChatMessage("system", "Be brief."),
         ChatMessage("user", "aé", name="Ann"),
-        ChatMessage("assistant", None, tool_calls=calls),
+        ChatMessage("assistant", None, tool_calls=[calls[0] | {"function": {"name": "f", "arguments": {}}}]),
         ChatMessage("tool", "", tool_call_id="1"),
     ]
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+ROME = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": ROME}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def test_tools_go_to_the_template_and_their_marks_stay_in_the_text() -> None:
+    prompt, sampling = given("chat", tools=[WEATHER, CLOCK])
+    described = {"name": "clock", "description": "", "parameters": NOTHING}
+    assert prompt.tools == [WEATHER, {"type": "function", "function": described}]
+    assert sampling.shown == ["<tool_call>", "</tool_call>"]
+    assert sampling.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "required", "parallel"),
+    [
+        ({"tool_choice": "required"}, ["weather", "clock"], True, True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["weather", "clock"], True, False),
+        ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, ["clock"], True, False),
+        ({"tools": [WEATHER, {"type": "function", "function": {"name": "g", "strict": True}}]}, ["weather", "g"], False, True),
+    ],
+)  # fmt: skip
+def test_calls_that_are_required_or_strict_are_held_to_a_grammar(
+    fields: dict[str, Any], names: list[str], required: bool, parallel: bool
+) -> None:
+    prompt, sampling = given("chat", **({"tools": [WEATHER, CLOCK]} | fields))
+    assert sampling.grammar is not None
+    assert sampling.grammar.kind == "tools"
+    grammar = decode_grammar(sampling.grammar.body)
+    assert [tool.name for tool in grammar.tools] == names
+    assert (grammar.dialect, grammar.required, grammar.parallel) == ("hermes", required, parallel)
+    assert [tool.strict for tool in grammar.tools] == [name == "g" for name in names]
+    assert prompt.tools is not None
+    assert len(prompt.tools) == 2
+
+
+def test_without_a_choice_of_tools_there_are_none() -> None:
+    prompt, sampling = given("chat", tools=[WEATHER], tool_choice="none", response_format={"type": "json_object"})
+    assert (prompt.tools, sampling.shown, sampling.grammar) == (None, [], Grammar("json_object"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "found", "dialect"),
+    [("auto", "", "hermes"), ("auto", "mistral", "mistral"), ("llama3", "mistral", "llama3")],
+)
+def test_the_dialect_is_the_settings_else_the_templates(engine: Any, found: str, dialect: str) -> None:
+    version = msgspec.structs.replace(MODEL, tool_dialect=found, engine=EngineSettings(tool_dialect=engine))
+    body = decode(DECODERS["chat"], json.dumps(MINIMAL["chat"] | {"tools": TOOLS, "tool_choice": "required"}).encode())
+    sampling = to_sampling(body, version, Settings())
+    assert sampling.grammar is not None
+    assert decode_grammar(sampling.grammar.body).dialect == dialect
+    assert sampling.shown == list(MARKS[dialect])
+
+
+@pytest.mark.parametrize(
+    ("written", "template"),
+    [('{"a": 1}', {"a": 1}), ("", {}), ({"a": 1}, {"a": 1}), ('{"a": ', '{"a": '), ("[1]", "[1]")],
+)
+def test_arguments_of_earlier_calls_are_objects_where_they_are_json(written: Any, template: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": written}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    prompt, _ = given("chat", messages=turns)
+    assert prompt.messages is not None
+    assert prompt.messages[1].tool_calls == [call | {"function": {"name": "f", "arguments": template}}]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -251,6 +321,13 @@ def test_what_is_not_json_is_refused(raw: bytes, words: str) -> None:
 
 ASSISTANT_WITHOUT = [{"role": "assistant", "content": None}]
 IMAGE = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}]}]
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def numbered(number: int) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{number}"}}
+
 
 INVALID: list[tuple[str, Any, str | None, str]] = [
     # family, fields (or a whole body that is no object), param, words of the message
@@ -343,6 +420,40 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
         "structured_outputs.choice",
         "structured_outputs.regex and structured_outputs.choice",
     ),
+    ("chat", {"tool_choice": "required"}, "tool_choice", "needs `tools`"),
+    ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "needs `tools`"),
+    ("chat", {"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "tool_choice"),
+    ("chat", {"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
+    (
+        "chat",
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "no tool `g`",
+    ),
+    ("chat", {"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+    ("chat", {"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "missing"),
+    (
+        "chat",
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools[0].function.name",
+        "matching regex",
+    ),
+    ("chat", {"tools": TOOLS * 2}, "tools[1]", "twice"),
+    ("chat", {"tools": [numbered(n) for n in range(129)]}, "tools", "at most 128, got 129"),
+    (
+        "chat",
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+        "response_format",
+        "not together with tools",
+    ),
+    ("chat", {"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "not together with tools"),
+    ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
+    (
+        "chat",
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        "messages[0].tool_call_id",
+        "no message",
+    ),
     ("infer", {"input": ...}, "input", "missing"),
     ("infer", {"input": ""}, "input", "must not be empty"),
     ("infer", {"input": []}, "input", "must not be empty"),
@@ -366,9 +477,10 @@ def test_invalid_bodies_are_refused_by_place(family: str, fields: Any, param: st
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ("chat", {"tool_choice": "required"}, "tool_choice"),
-    ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ("completions", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ("infer", {"tool_choice": "required"}, "tool_choice"),
+    ("chat", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    ("chat", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.type"),
     ("chat", {"functions": [{"name": "f"}]}, "functions"),
     ("chat", {"function_call": {"name": "f"}}, "function_call"),
     ("chat", {"modalities": ["text", "audio"]}, "modalities"),

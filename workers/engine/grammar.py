@@ -11,16 +11,20 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from shared.errors import BadRequest
+from shared.tools import decode_grammar
 from shared.wire import Grammar
+from workers.engine.tool_grammar import lark
 
 COMPILED_MAX = 16  # grammars that are kept
 LEXER_STATES_MAX = 50_000  # of one grammar, 1 to 2 kB each
 # Unbounded space between the parts of a JSON text is a hole that a weak model never leaves.
 JSON_WHITESPACE = r"[ \t\r\n]{1,24}"
 PARAM = "response_format"
+PARAMS = {"tools": "tools"}  # by the kind of grammar
 
 
 class GrammarFailed(Exception):
@@ -92,12 +96,25 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=LEXER_STATES_MAX, verbose_errors=False)
-        compiled = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=limits)
+        source = self._of_tools(grammar) if grammar.kind == "tools" else _source(grammar)
+        compiled = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if not compiled.is_error():
             compiled.compute_bitmask()  # some grammars cannot begin; and the first mask is the slowest
         if compiled.is_error():
-            raise BadRequest(f"the {grammar.kind} cannot be used: {_error(compiled)}", param=PARAM)
+            raise BadRequest(
+                f"the {grammar.kind} cannot be used: {_error(compiled)}", param=PARAMS.get(grammar.kind, PARAM)
+            )
         return compiled
+
+    def _of_tools(self, grammar: Grammar) -> str:
+        """Calls of tools in llguidance's own form. Raises BadRequest."""
+        from llguidance import LLMatcher
+
+        special = {self._token_bytes(token).decode("utf-8", "replace"): token for token in self._special_ids}
+        try:
+            return LLMatcher.grammar_from_lark(lark(decode_grammar(grammar.body), special, JSON_WHITESPACE))
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise BadRequest(f"the tools cannot be used: {error}", param=PARAMS["tools"]) from error
 
     @cached_property
     def _tokenizer(self) -> Any:

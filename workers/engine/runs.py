@@ -130,7 +130,7 @@ class Run:
                 score_from = max(1, len(echoed))
         matcher = text.matcher(sampling.grammar) if sampling.grammar is not None else None
         count_max = 0 if sampling.max_tokens == 0 else length_max - len(prompt)
-        output = OutputText(text.stream(prompt), sampling, text.end_ids, count_max, matcher)
+        output = OutputText(text.stream(prompt, sampling.shown), sampling, text.end_ids, count_max, matcher)
         before += [output.push(token) if output.finish is None else "" for token in prefix]
         return Choice(
             key=request.key,

@@ -127,14 +127,15 @@ class SimulatedText:
             raise BadRequest("the prompt is empty", param="messages" if prompt.messages is not None else "prompt")
         return ids
 
-    def stream(self, prompt_ids: Sequence[int]) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int], shown: Sequence[str] = ()) -> TextStream:
         return _WORD_STREAM
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(WORDS[token] for token in ids)
 
     def matcher(self, grammar: Grammar) -> "Matcher":
-        raise Unsupported("a simulated model cannot follow a grammar", param="response_format")
+        what = "tools" if grammar.kind == "tools" else "response_format"
+        raise Unsupported(f"{what}: a simulated model cannot follow a grammar", param=what)
 
     def token_bytes(self, token: int) -> bytes:
         return WORDS[token].encode()

@@ -1,6 +1,6 @@
 """From token ids to text, one id at a time: incremental detokenising and stop strings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from shared.wire import Grammar, Input, Sampling
@@ -33,7 +33,8 @@ class TextSide(Protocol):
     def encode(self, prompt: Input) -> list[int]:
         """Prompt ids. Thread-safe. Raises BadRequest."""
 
-    def stream(self, prompt_ids: Sequence[int]) -> TextStream: ...
+    def stream(self, prompt_ids: Sequence[int], shown: Sequence[str] = ()) -> TextStream:
+        """The text of an output. `shown`: special tokens whose text is part of it all the same."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, all at once."""
@@ -83,6 +84,23 @@ class Detokenizer:
         released = self._text[self._shown :]
         self._shown = len(self._text)
         return released
+
+
+class ShownTokens:
+    """The text of an output in which some special tokens are shown. What comes after one is decoded as a text of its own."""
+
+    def __init__(self, plain: TextStream, shown: Mapping[int, str], fresh: Callable[[], TextStream]) -> None:
+        self._plain, self._shown, self._fresh = plain, shown, fresh
+
+    def step(self, token: int) -> str:
+        text = self._shown.get(token)
+        if text is None:
+            return self._plain.step(token)
+        before, self._plain = self._plain.flush(), self._fresh()
+        return before + text
+
+    def flush(self) -> str:
+        return self._plain.flush()
 
 
 class StopMatcher:

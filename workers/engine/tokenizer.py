@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from transformers import AutoTokenizer
 
 from shared.errors import BadRequest
-from shared.wire import ChatMessage, Grammar, Input
+from shared.wire import Grammar, Input
+from workers.engine.chat import ChatTemplate
 from workers.engine.grammar import Grammars, Matcher
 from workers.engine.load import LoadRefused
-from workers.engine.text import CONTEXT_IDS, Detokenizer, TextStream
+from workers.engine.text import CONTEXT_IDS, Detokenizer, ShownTokens, TextStream
 
 
 class HuggingFaceText:
@@ -28,6 +28,7 @@ class HuggingFaceText:
         self._pieces = _byte_level_pieces() if "ByteLevel" in repr(self._backend.decoder) else {}
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, how in added.items() if how.special)
+        self._template = ChatTemplate(tokenizer)
         self._grammars = Grammars(vocabulary_size, self._bytes, sorted(self.special_ids), end_ids, self._plain_ids)
 
     def encode(self, prompt: Input) -> list[int]:
@@ -39,13 +40,15 @@ class HuggingFaceText:
         else:
             param = "messages"
             # The template has put the special tokens where they belong.
-            ids = self._ids(self._render(prompt.messages or []), special=False, param=param)
+            ids = self._ids(self._template.render(prompt.messages or [], prompt.tools), special=False, param=param)
         if not ids:
             raise BadRequest("the prompt is empty", param=param)
         return ids
 
-    def stream(self, prompt_ids: Sequence[int]) -> TextStream:
-        return Detokenizer(self._decode, prompt_ids[-CONTEXT_IDS:])
+    def stream(self, prompt_ids: Sequence[int], shown: Sequence[str] = ()) -> TextStream:
+        plain = Detokenizer(self._decode, prompt_ids[-CONTEXT_IDS:])
+        found = {token: text for text in shown if (token := self._backend.token_to_id(text)) in self.special_ids}
+        return ShownTokens(plain, found, lambda: Detokenizer(self._decode, ())) if found else plain
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._decode(list(ids))
@@ -72,17 +75,6 @@ class HuggingFaceText:
             return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except (UnicodeError, TypeError) as error:
             raise BadRequest(f"the text cannot be tokenised: {error}", param=param) from error
-
-    def _render(self, messages: list[ChatMessage]) -> str:
-        if not messages:
-            raise BadRequest("there are no messages", param="messages")
-        if self._tokenizer.chat_template is None:
-            raise BadRequest("this model has no chat template: send a prompt instead of messages", param="messages")
-        turns = [{"content": None} | msgspec.to_builtins(message) for message in messages]
-        try:
-            return self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of the model's author: anything may come out of it
-            raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
 
     def _bytes(self, token: int) -> bytes:
         piece = self._backend.id_to_token(token)

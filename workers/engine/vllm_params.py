@@ -14,7 +14,8 @@ PROBABILITY_ZERO = -9999.0  # JSON has no infinity
 def refuse_what_differs(sampling: Sampling) -> None:
     """Raise Unsupported for what vLLM cannot do as our own engine does."""
     if sampling.grammar is not None:
-        raise Unsupported("structured output is not to be had from a version with engine=vllm", param="response_format")
+        what = "tools" if sampling.grammar.kind == "tools" else "response_format"
+        raise Unsupported(f"{what}: output is not held to a grammar by a version with engine=vllm", param=what)
     if sampling.echo and sampling.logprobs is not None:
         raise Unsupported("a prompt is not scored by a version with engine=vllm", param="echo")
 

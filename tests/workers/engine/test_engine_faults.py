@@ -50,7 +50,7 @@ class Words:
     def matcher(self, grammar: Any) -> Any:
         raise AssertionError("no grammar here")
 
-    def stream(self, prompt_ids: Sequence[int]) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int], shown: Sequence[str] = ()) -> TextStream:
         return self
 
     def step(self, token: int) -> str:

@@ -1,0 +1,152 @@
+"""Tools in OpenAI's words: what a request offers, what may be called, and the calls of earlier turns."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shared.errors import BadRequest, Unsupported
+from shared.records import Version
+from shared.tools import DEFAULT, ToolSchema
+
+TOOLS_MAX = 128  # as OpenAI has it
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+ToolName = Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
+
+
+class Function(msgspec.Struct):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: it takes none
+    strict: bool | None = None  # its arguments are held to the schema
+
+
+class Tool(msgspec.Struct):
+    type: str
+    function: Function | None = None
+
+
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    type: str
+    function: FunctionName | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any]  # OpenAI has JSON in a string
+
+
+class ToolCall(msgspec.Struct):
+    """A call of an earlier turn."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ToolUse(msgspec.Struct):
+    """What an answer may call."""
+
+    offered: list[Function]  # to the model
+    callable: list[Function]  # of them those that may be called
+    required: bool  # a call there must be
+    parallel: bool  # there may be several
+
+    @property
+    def held(self) -> bool:
+        """Whether calls are held to a grammar."""
+        return self.required or any(each.strict for each in self.callable)
+
+    def described(self) -> list[dict[str, Any]]:
+        """The tools as a chat template takes them."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": each.name,
+                    "description": each.description or "",
+                    "parameters": NO_PARAMETERS if each.parameters is None else each.parameters,
+                },
+            }
+            for each in self.offered
+        ]
+
+    def schemas(self) -> list[ToolSchema]:
+        """The tools that may be called, as a grammar needs them."""
+        return [
+            ToolSchema(each.name, NO_PARAMETERS if each.parameters is None else each.parameters, bool(each.strict))
+            for each in self.callable
+        ]
+
+
+def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+    """None: nothing may be called. Raises BadRequest or Unsupported."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise BadRequest("tool_choice: needs `tools`", param="tool_choice")
+        return None
+    functions = _functions(tools)
+    if choice == "none":
+        return None
+    may_call = functions if choice is None or isinstance(choice, str) else [_named(functions, choice)]
+    required = choice is not None and choice != "auto"
+    return ToolUse(functions, may_call, required, parallel is not False and not isinstance(choice, NamedTool))
+
+
+def _functions(tools: list[Tool]) -> list[Function]:
+    if len(tools) > TOOLS_MAX:
+        raise BadRequest(f"tools: at most {TOOLS_MAX}, got {len(tools)}", param="tools")
+    functions: list[Function] = []
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if tool.type != "function":
+            raise Unsupported(f"{where}.type: only `function` is served, not `{tool.type}`", param=f"{where}.type")
+        if tool.function is None:
+            raise BadRequest(f"{where}.function: missing", param=f"{where}.function")
+        if any(each.name == tool.function.name for each in functions):
+            raise BadRequest(f"{where}.function.name: `{tool.function.name}` is there twice", param=where)
+        functions.append(tool.function)
+    return functions
+
+
+def _named(functions: list[Function], choice: NamedTool) -> Function:
+    if choice.type != "function":
+        raise Unsupported(f"tool_choice.type: only `function` is served, not `{choice.type}`", param="tool_choice.type")
+    if choice.function is None:
+        raise BadRequest("tool_choice.function: missing", param="tool_choice.function")
+    found = next((each for each in functions if each.name == choice.function.name), None)
+    if found is None:
+        raise BadRequest(f"tool_choice: there is no tool `{choice.function.name}`", param="tool_choice")
+    return found
+
+
+def called(calls: list[ToolCall]) -> list[dict[str, Any]]:
+    """Calls of an earlier turn as a chat template takes them: with the arguments as an object, if they are one."""
+    return [
+        {"id": each.id, "type": each.type, "function": {"name": each.function.name, "arguments": _arguments(each)}}
+        for each in calls
+    ]
+
+
+def _arguments(call: ToolCall) -> str | dict[str, Any]:
+    given = call.function.arguments
+    if isinstance(given, dict):
+        return given
+    try:
+        return msgspec.json.decode(given or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return given  # what a model wrote need not be JSON, and it should see what it wrote
+
+
+def dialect(version: Version) -> str:
+    """How a version's model writes its calls."""
+    chosen = version.engine.tool_dialect
+    return (version.tool_dialect or DEFAULT) if chosen == "auto" else chosen
