@@ -26,13 +26,15 @@ def to_grammar(body: Body, use: ToolUse | None, dialect: str) -> Grammar | None:
     named = {name: grammar for name, grammar in given.items() if grammar is not None}
     if len(named) > 1:
         raise BadRequest(f"{' and '.join(named)}: one constraint a request is served", param=list(named)[1])
+    name, constraint = next(iter(named.items()), ("", None))
     if use is None:
-        return next(iter(named.values()), None)
-    for name in named:
+        return constraint
+    if constraint is not None and constraint.kind not in ("json_schema", "json_object"):
         raise BadRequest(f"{name}: not together with tools, unless `tool_choice` is none", param=name)
-    if not use.held:
+    if constraint is None and not use.held:
         return None
-    return Grammar("tools", _encode(ToolGrammar(dialect, use.schemas(), use.required, use.parallel)))
+    otherwise = None if use.required else constraint  # then there is nothing else
+    return Grammar("tools", _encode(ToolGrammar(dialect, use.schemas(), use.required, use.parallel, otherwise)))
 
 
 def _of_format(given: ResponseFormat | None) -> Grammar | None:

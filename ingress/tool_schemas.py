@@ -104,17 +104,17 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool
 def _functions(tools: list[Tool]) -> list[Function]:
     if len(tools) > TOOLS_MAX:
         raise BadRequest(f"tools: at most {TOOLS_MAX}, got {len(tools)}", param="tools")
-    functions: list[Function] = []
+    functions: dict[str, Function] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.type != "function":
             raise Unsupported(f"{where}.type: only `function` is served, not `{tool.type}`", param=f"{where}.type")
         if tool.function is None:
             raise BadRequest(f"{where}.function: missing", param=f"{where}.function")
-        if any(each.name == tool.function.name for each in functions):
+        if tool.function.name in functions:
             raise BadRequest(f"{where}.function.name: `{tool.function.name}` is there twice", param=where)
-        functions.append(tool.function)
-    return functions
+        functions[tool.function.name] = tool.function
+    return list(functions.values())
 
 
 def _named(functions: list[Function], choice: NamedTool) -> Function:

@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from shared.wire import Grammar
+
 Dialect = Literal["hermes", "llama3", "mistral"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 DEFAULT: Dialect = "hermes"
@@ -44,6 +46,7 @@ class ToolGrammar(msgspec.Struct, omit_defaults=True):
     tools: list[ToolSchema]  # that may be called
     required: bool = True  # else any text may stand before the first call, or instead of it
     parallel: bool = True  # else one call at most
+    otherwise: Grammar | None = None  # what the output is if nothing is called, instead of any text: JSON
 
 
 decode_grammar = msgspec.json.Decoder(ToolGrammar).decode

@@ -105,7 +105,7 @@ def directory(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 512}))
     (directory / "model.safetensors").write_bytes(secrets.token_bytes(100_000))
-    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    (directory / "chat_template.jinja").write_text("{{ messages }}{{ tools }}[TOOL_CALLS]")
     (directory / "notes.md").write_text("not part of a model")
     (directory / ".hidden.json").write_text("{}")
     return directory
@@ -115,6 +115,7 @@ def test_the_first_push_uploads_files_with_a_manifest_and_makes_the_route(bench:
     seen: list[tuple[int, int]] = []
     record = bench.push(directory, on_progress=lambda done, total: seen.append((done, total)))
     assert (record.state, record.source, record.max_model_len) == ("registered", "s3", 512)
+    assert record.tool_dialect == "mistral"
     raw = bench.objects.get(manifests.manifest_key(bench.model, "v1"))
     assert manifests.sha256_of(raw) == record.manifest_sha256
     assert bench.objects.get(manifests.blob_key(record.manifest_sha256)) == raw

@@ -82,6 +82,7 @@ def put_by_hand(objects: ObjectStore, model: str, version: str) -> Manifest:
     """What somebody does with another tool: files under their sha256, the manifest under the version's name."""
     objects.ensure_bucket()
     files = {"config.json": CONFIG, "model.safetensors": secrets.token_bytes(1000)}
+    files["tokenizer_config.json"] = json.dumps({"chat_template": "{{ tools }}<|python_tag|>"}).encode()
     for data in files.values():
         objects.put(manifests.blob_key(manifests.sha256_of(data)), data)
     manifest = Manifest(
@@ -109,6 +110,7 @@ def test_files_that_are_in_the_store_become_a_version_and_another_with_other_set
         first = await registry.find_version(bus, model, "v1")
         assert first is not None
         assert (first.engine, first.max_model_len) == (EngineSettings(slots=4), 512)
+        assert first.tool_dialect == "llama3"
         blobs.verifier(settings)(first)
         assert (await client.post(route, json={"version": "v1", "source": "s3"})).json() == made.json()
 

@@ -268,6 +268,17 @@ def test_calls_that_are_required_or_strict_are_held_to_a_grammar(
     assert len(prompt.tools) == 2
 
 
+def test_an_answer_may_be_calls_or_else_json() -> None:
+    _, sampling = given("chat", tools=[WEATHER], response_format={"type": "json_object"})
+    assert sampling.grammar is not None
+    grammar = decode_grammar(sampling.grammar.body)
+    assert (grammar.required, grammar.otherwise) == (False, Grammar("json_object"))
+    _, sampling = given("chat", tools=[WEATHER], response_format={"type": "json_object"}, tool_choice="required")
+    assert sampling.grammar is not None
+    grammar = decode_grammar(sampling.grammar.body)
+    assert (grammar.required, grammar.otherwise) == (True, None)
+
+
 def test_without_a_choice_of_tools_there_are_none() -> None:
     prompt, sampling = given("chat", tools=[WEATHER], tool_choice="none", response_format={"type": "json_object"})
     assert (prompt.tools, sampling.shown, sampling.grammar) == (None, [], Grammar("json_object"))
@@ -440,12 +451,6 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ),
     ("chat", {"tools": TOOLS * 2}, "tools[1]", "twice"),
     ("chat", {"tools": [numbered(n) for n in range(129)]}, "tools", "at most 128, got 129"),
-    (
-        "chat",
-        {"tools": TOOLS, "response_format": {"type": "json_object"}},
-        "response_format",
-        "not together with tools",
-    ),
     ("chat", {"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "not together with tools"),
     ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
     (

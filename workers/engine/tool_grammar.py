@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shared.tools import CALLS_MAX, DIALECTS, ToolGrammar, ToolSchema
+from shared.tools import CALLS_MAX, DIALECTS, ToolGrammar
+from shared.wire import Grammar
 
 Lines = list[str]
 
@@ -30,7 +31,10 @@ def lark(grammar: ToolGrammar, special: Mapping[str, int], whitespace: str) -> s
             rules += _llama3(grammar, special)
         case "mistral":
             rules += _mistral(grammar, special)
-    rules += [f"args_{index}: %json {_schema(tool, whitespace)}" for index, tool in enumerate(grammar.tools)]
+    for index, tool in enumerate(grammar.tools):
+        rules.append(f"args_{index}: %json {_schema(tool.parameters, tool.strict, whitespace)}")
+    if (otherwise := grammar.otherwise) is not None:
+        rules.append(f"otherwise: %json {_schema(_json_schema(otherwise), otherwise.strict, whitespace)}")
     return "\n".join(rules)
 
 
@@ -46,8 +50,8 @@ def _hermes(grammar: ToolGrammar, special: Mapping[str, int]) -> Lines:
 def _llama3(grammar: ToolGrammar, special: Mapping[str, int]) -> Lines:
     """The token is for calls that follow text: the model's own way is the object alone."""
     lines = [f"calls: object {_more(grammar, _text('; '), 'object')}", *_object(grammar, "parameters")]
-    if grammar.required:
-        return ["start: calls", *lines]
+    if grammar.required or grammar.otherwise is not None:
+        return [f"start: calls{' | otherwise' if grammar.otherwise is not None else ''}", *lines]
     # text that begins with a brace would be taken for a call
     text = r"/[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/"
     return [*_start(grammar, _token("<|python_tag|>", special), "calls", text, "calls"), *lines]
@@ -68,8 +72,8 @@ def _mistral(grammar: ToolGrammar, special: Mapping[str, int]) -> Lines:
 
 def _start(grammar: ToolGrammar, mark: str, calls: str, text: str = r"/(.|\n)*/", otherwise: str = "") -> Lines:
     """Calls behind a mark; where they are not required, also text alone or before them, or what is `otherwise` there."""
-    if grammar.required:
-        return [f"start: {mark} {calls}"]
+    if grammar.required or grammar.otherwise is not None:
+        return [f"start: {mark} {calls}{' | otherwise' if grammar.otherwise is not None else ''}"]
     either = f" | {otherwise}" if otherwise else ""
     if mark.startswith("<["):
         return [f"start: TEXT | TEXT {mark} {calls}{either}", f"TEXT: {text}"]
@@ -82,18 +86,27 @@ def _more(grammar: ToolGrammar, *call: str) -> str:
 
 
 def _object(grammar: ToolGrammar, key: str) -> Lines:
+    """The object of a call, each of JSON's tokens by itself: what may be another object there is told from it (greedy lexemes)."""
+    name, colon, comma = _text(json.dumps("name")), f"{_text(':')} {_text(' ')}", f"{_text(',')} {_text(' ')}"
     calls = [
-        f"{_text(tool.name + chr(34) + ', ' + json.dumps(key) + ': ')} args_{index}"
+        f"{_text(json.dumps(tool.name))} {comma} {_text(json.dumps(key))} {colon} args_{index}"
         for index, tool in enumerate(grammar.tools)
     ]
-    return ['object: "{\\"name\\": \\"" call "}"', f"call: {' | '.join(calls)}"]
+    return [f"object: {_text('{')} {name} {colon} call {_text('}')}", f"call: {' | '.join(calls)}"]
 
 
-def _schema(tool: ToolSchema, whitespace: str) -> str:
-    """The arguments are an object, whatever else the schema says."""
-    schema: dict[str, Any] = {"type": "object"} | tool.parameters
-    schema["x-guidance"] = {"whitespace_pattern": whitespace, "lenient": not tool.strict}
-    return json.dumps(schema)
+def _schema(given: dict[str, Any], strict: bool, whitespace: str) -> str:
+    """A schema with how it is to be taken. It is of an object, if it does not say of what."""
+    how = {"whitespace_pattern": whitespace, "lenient": not strict}
+    return json.dumps({"type": "object"} | given | {"x-guidance": how})
+
+
+def _json_schema(constraint: Grammar) -> dict[str, Any]:
+    """Raises ValueError."""
+    schema = json.loads(constraint.body) if constraint.kind == "json_schema" else {}
+    if constraint.kind not in ("json_schema", "json_object") or not isinstance(schema, dict):
+        raise ValueError(f"a {constraint.kind} does not go with tools")
+    return schema
 
 
 def _token(mark: str, special: Mapping[str, int]) -> str:

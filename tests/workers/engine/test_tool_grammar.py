@@ -124,6 +124,21 @@ def test_calls_that_may_come_are_free_text_until_they_begin(
     assert not fits(vocabulary, grammar, "So: " + mark + one[0].replace("weather", "clock"))
 
 
+@pytest.mark.parametrize(("dialect", "vocabulary", "one", "two"), CASES)
+def test_an_output_may_be_calls_or_else_json(dialect: str, vocabulary: str, one: list[str], two: list[str]) -> None:
+    steps = {"type": "object", "properties": {"steps": {"type": "integer"}}, "required": ["steps"]}
+    otherwise = Grammar("json_schema", json.dumps(steps | {"additionalProperties": False}))
+    grammar = tools(dialect, required=False, otherwise=otherwise)
+    for text in (*one, *two, '{"steps": 5}'):
+        assert fits(vocabulary, grammar, text), text
+    for text in ("Hello.", "", '{"stops": 5}', "So: " + one[0], one[0].replace("weather", "clock")):
+        assert not fits(vocabulary, grammar, text), text
+    anything = tools(dialect, required=False, otherwise=Grammar("json_object"))
+    for text in ('{"a": [1, {}]}', '{"name": "Bob", "age": 5}'):
+        assert fits(vocabulary, anything, text), text
+    assert parse_whole(new_parser(dialect, False), '{"steps": 5}') == ('{"steps": 5}', [])
+
+
 def test_definitions_of_a_schema_are_found_from_its_root() -> None:
     schema = {"type": "object", "properties": {"at": {"$ref": "#/$defs/place"}}, "required": ["at"]}
     place = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -150,6 +165,8 @@ def test_arguments_are_an_object_whatever_the_schema() -> None:
             tools("hermes", tools=[ToolSchema("f", {"not": {"const": 1}}, strict=True)]),
             'Unimplemented keys: \\["not"\\]',
         ),
+        (tools("hermes", required=False, otherwise=Grammar("regex", "a")), "a regex does not go with tools"),
+        (tools("hermes", required=False, otherwise=Grammar("json_schema", "[")), "Expecting value"),
         (tools("hermes", tools=[ToolSchema("f", {"$ref": "#/nowhere"})]), "nowhere"),
     ],
 )
