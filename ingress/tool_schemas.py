@@ -36,7 +36,18 @@ class NamedTool(msgspec.Struct):
     function: FunctionName | None = None
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class Chosen(NamedTool):
+    """A function that must be called, or (type `allowed_tools`) those that may or must."""
+
+    allowed_tools: AllowedTools | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | Chosen
 
 
 class CalledFunction(msgspec.Struct):
@@ -63,7 +74,7 @@ class ToolUse(msgspec.Struct):
     @property
     def held(self) -> bool:
         """Whether calls are held to a grammar."""
-        return self.required or any(each.strict for each in self.callable)
+        return self.required or len(self.callable) < len(self.offered) or any(each.strict for each in self.callable)
 
     def described(self) -> list[dict[str, Any]]:
         """The tools as a chat template takes them."""
@@ -96,9 +107,17 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool
     functions = _functions(tools)
     if choice == "none":
         return None
-    may_call = functions if choice is None or isinstance(choice, str) else [_named(functions, choice)]
-    required = choice is not None and choice != "auto"
-    return ToolUse(functions, may_call, required, parallel is not False and not isinstance(choice, NamedTool))
+    if not isinstance(choice, Chosen):
+        return ToolUse(functions, functions, choice == "required", parallel is not False)
+    if choice.type != "allowed_tools":
+        return ToolUse(functions, [_named(functions, choice, "tool_choice")], True, False)
+    allowed = choice.allowed_tools
+    if allowed is None or not allowed.tools:
+        raise BadRequest("tool_choice.allowed_tools: names no tools", param="tool_choice.allowed_tools")
+    where = "tool_choice.allowed_tools.tools[%d]"
+    named = [_named(functions, each, where % index) for index, each in enumerate(allowed.tools)]
+    may_call = [each for each in functions if each in named]
+    return ToolUse(functions, may_call, allowed.mode == "required", parallel is not False)
 
 
 def _functions(tools: list[Tool]) -> list[Function]:
@@ -117,14 +136,14 @@ def _functions(tools: list[Tool]) -> list[Function]:
     return list(functions.values())
 
 
-def _named(functions: list[Function], choice: NamedTool) -> Function:
-    if choice.type != "function":
-        raise Unsupported(f"tool_choice.type: only `function` is served, not `{choice.type}`", param="tool_choice.type")
-    if choice.function is None:
-        raise BadRequest("tool_choice.function: missing", param="tool_choice.function")
-    found = next((each for each in functions if each.name == choice.function.name), None)
+def _named(functions: list[Function], named: NamedTool, where: str) -> Function:
+    if named.type != "function":
+        raise Unsupported(f"{where}.type: only `function` is served, not `{named.type}`", param=f"{where}.type")
+    if named.function is None:
+        raise BadRequest(f"{where}.function: missing", param=f"{where}.function")
+    found = next((each for each in functions if each.name == named.function.name), None)
     if found is None:
-        raise BadRequest(f"tool_choice: there is no tool `{choice.function.name}`", param="tool_choice")
+        raise BadRequest(f"{where}: there is no tool `{named.function.name}`", param=where)
     return found
 
 

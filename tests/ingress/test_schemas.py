@@ -237,6 +237,11 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def test_tools_go_to_the_template_and_their_marks_stay_in_the_text() -> None:
     prompt, sampling = given("chat", tools=[WEATHER, CLOCK])
     described = {"name": "clock", "description": "", "parameters": NOTHING}
@@ -251,6 +256,8 @@ def test_tools_go_to_the_template_and_their_marks_stay_in_the_text() -> None:
         ({"tool_choice": "required"}, ["weather", "clock"], True, True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, ["weather", "clock"], True, False),
         ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, ["clock"], True, False),
+        ({"tool_choice": allowed("auto", "clock")}, ["clock"], False, True),
+        ({"tool_choice": allowed("required", "clock", "weather")}, ["weather", "clock"], True, True),
         ({"tools": [WEATHER, {"type": "function", "function": {"name": "g", "strict": True}}]}, ["weather", "g"], False, True),
     ],
 )  # fmt: skip
@@ -435,6 +442,13 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "needs `tools`"),
     ("chat", {"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "tool_choice"),
     ("chat", {"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
+    ("chat", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "names no tools"),
+    (
+        "chat",
+        {"tools": TOOLS, "tool_choice": allowed("auto", "f", "g")},
+        "tool_choice.allowed_tools.tools[1]",
+        "no tool `g`",
+    ),
     (
         "chat",
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
@@ -485,7 +499,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ("infer", {"tool_choice": "required"}, "tool_choice"),
     ("chat", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-    ("chat", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.type"),
+    ("chat", {"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type"),
     ("chat", {"functions": [{"name": "f"}]}, "functions"),
     ("chat", {"function_call": {"name": "f"}}, "function_call"),
     ("chat", {"modalities": ["text", "audio"]}, "modalities"),

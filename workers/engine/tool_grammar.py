@@ -86,7 +86,7 @@ def _more(grammar: ToolGrammar, *call: str) -> str:
 
 
 def _object(grammar: ToolGrammar, key: str) -> Lines:
-    """The object of a call, each of JSON's tokens by itself: what may be another object there is told from it (greedy lexemes)."""
+    """The object of a call, each of JSON's tokens by itself: lexemes are greedy, and another object may stand there, too."""
     name, colon, comma = _text(json.dumps("name")), f"{_text(':')} {_text(' ')}", f"{_text(',')} {_text(' ')}"
     calls = [
         f"{_text(json.dumps(tool.name))} {comma} {_text(json.dumps(key))} {colon} args_{index}"
