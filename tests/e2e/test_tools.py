@@ -29,7 +29,7 @@ TOOLS: Any = [
 ]
 ASKED: Any = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-BODY: dict[str, Any] = {"model": "smollm2", "messages": ASKED, "tools": TOOLS, "max_tokens": 90, "temperature": 0}
+BODY: dict[str, Any] = {"model": "smollm2", "messages": ASKED, "tools": TOOLS, "max_tokens": 400, "temperature": 0}
 
 
 def check(arguments: str) -> None:
@@ -87,13 +87,21 @@ def test_required_and_strict_calls_are_valid(demo_stack: Stack) -> None:
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     begun = ASKED[0]["content"] + ' Answer with <tool_call>{"name": "get_weather", ...}</tool_call> and nothing else.'
     answer = demo_stack.post(
-        CHAT, body | {"tools": strict, "messages": [{"role": "user", "content": begun}], "temperature": 0.5, "n": 4}
+        CHAT,
+        body
+        | {
+            "tools": strict,
+            "messages": [{"role": "user", "content": begun}],
+            "temperature": 0.5,
+            "n": 4,
+            "max_tokens": 60,
+        },
     )
     for choice in answer.json()["choices"]:
         if choice["finish_reason"] == "tool_calls":
             check(choice["message"]["tool_calls"][0]["function"]["arguments"])
         else:
-            assert choice["message"]["content"]
+            assert choice["message"]["content"] or choice["finish_reason"] == "length"
     refused = demo_stack.post(
         CHAT,
         body | {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
