@@ -234,7 +234,7 @@ def test_a_slow_reader_waits_alone_and_misses_nothing(front: Any, make: Any) -> 
             assert time.monotonic() - started < 0.5
         front.call(stream.push, make.token("", finish="stop"))
         front.call(stream.finish, USAGE)
-        slow.read_until(b'"finish_reason"')
+        slow.read_until(b"\r\n0\r\n\r\n")
     events = [json.loads(line[6:]) for line in slow.received.split(b"\n") if line.startswith(b"data: {")]
     assert [event["index"] for event in events[:-1]] == list(range(many + 2))
     assert events[-3]["token"] == " more"
