@@ -283,12 +283,12 @@ def chat_messages(messages: list[Message], path: str) -> list[ChatMessage]:
     """The messages as a chat template takes them: content parts joined, `developer` as `system`."""
     if not messages:
         raise BadRequest(f"{path}: must not be empty", param=path)
-    _check_results(messages, path)
+    names = _names_of_results(messages, path)
     return [
         ChatMessage(
             role="system" if message.role == "developer" else message.role,
             content=_content(message, f"{path}[{index}]"),
-            name=message.name,
+            name=message.name or names.get(index),
             tool_calls=called(message.tool_calls) if message.tool_calls else None,
             tool_call_id=message.tool_call_id,
         )
@@ -296,16 +296,20 @@ def chat_messages(messages: list[Message], path: str) -> list[ChatMessage]:
     ]
 
 
-def _check_results(messages: list[Message], path: str) -> None:
-    """Raises BadRequest for the result of a call that was not made."""
-    made: set[str] = set()
+def _names_of_results(messages: list[Message], path: str) -> dict[int, str]:
+    """What was called, by the index of the result; some templates ask for it. Raises BadRequest for one of no call."""
+    made: dict[str | None, str] = {}
+    names = {}
     for index, message in enumerate(messages):
         where = f"{path}[{index}].tool_call_id"
         if message.role == "tool" and message.tool_call_id is None:
             raise BadRequest(f"{where}: missing", param=where)
-        if message.role == "tool" and message.tool_call_id not in made:
-            raise BadRequest(f"{where}: no message before it has a call with this id", param=where)
-        made.update(call.id for call in message.tool_calls or [])
+        if message.role == "tool":
+            if message.tool_call_id not in made:
+                raise BadRequest(f"{where}: no message before it has a call with this id", param=where)
+            names[index] = made[message.tool_call_id]
+        made.update((call.id, call.function.name) for call in message.tool_calls or [])
+    return names
 
 
 def _content(message: Message, path: str) -> str | None:

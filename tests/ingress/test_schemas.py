@@ -225,7 +225,7 @@ def test_messages_keep_what_a_template_needs() -> None:
         ChatMessage("system", "Be brief."),
         ChatMessage("user", "aé", name="Ann"),
         ChatMessage("assistant", None, tool_calls=[calls[0] | {"function": {"name": "f", "arguments": {}}}]),
-        ChatMessage("tool", "", tool_call_id="1"),
+        ChatMessage("tool", "", name="f", tool_call_id="1"),
     ]
 
 
