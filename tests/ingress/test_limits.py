@@ -316,7 +316,7 @@ def test_without_a_redis_each_ingress_has_its_part() -> None:
 
 def test_a_url_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(SettingsError, match="redis_url"):
-        Limiter(Settings(redis_url="http://x"), lambda _: Limits(), list)._counters.start()
+        Limiter(Settings(redis_url="http://x"), lambda _: Limits(), list, Peers(1.0))._counters.start()
 
 
 @contextlib.asynccontextmanager
