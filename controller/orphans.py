@@ -36,7 +36,7 @@ async def rehome_orphans(bus: Bus, model: str, old: str, new: str) -> int:
         about = wire.About(request.rid, subjects.tenant_of_request(message.subject))
         async with limit:
             try:
-                await bus.request(subjects.FIND, wire.encode(about), FIND_S)
+                await bus.request(subjects.find(subjects.INGRESS_OWNER), wire.encode(about), FIND_S)
             except Unavailable:
                 return False
         return True

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from shared import subjects, wire
+from shared import control, leftovers, subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
 from shared.envelope import headers_of, limits_of
 from shared.errors import (
@@ -28,7 +28,6 @@ from shared.errors import (
     QueueFull,
     StreamGone,
     TooLarge,
-    Unavailable,
     VersionFailed,
     VersionNotFound,
     VersionRetired,
@@ -67,7 +66,6 @@ OVER_MAX = 20_000  # ended requests whose usage is remembered
 READERS_MAX = 16  # of one request in one process
 REFUSED_AFTER_S = 1.5  # a version out of service may have workers still: time enough to find one
 MOVES_AT_ONCE = 64  # requests whose copies are published, or whose old messages are deleted
-DELETE_AGAIN_S = 1.0
 WAKE_QUIET_S = 1.0  # a version that was heard of this recently needs no wake hint
 
 
@@ -82,10 +80,14 @@ class _Home:
 
 
 class Dispatcher:
-    """All requests of one process. `owner` is `ingress`, or the tenant of a client that publishes for itself."""
+    """All requests of one process. `owner` is `ingress`, or the tenant of a client that publishes for itself.
+
+    A tenant's has no rights to streams: it cannot look whether a message is stored, delete one or write to the DLQ.
+    """
 
     def __init__(self, bus: Bus, settings: Settings, owner: str = subjects.INGRESS_OWNER) -> None:
         self._bus, self._settings, self._owner = bus, settings, owner
+        self._trusted = owner == subjects.INGRESS_OWNER
         self.unread_tokens_max = settings.unread_tokens_max
         self._over: dict[str, wire.Usage] = {}  # what requests came to that ended of late, by rid
         self.on_end: Callable[[Stream], None] | None = None  # told of each request that is over here
@@ -94,7 +96,7 @@ class Dispatcher:
         self._control = f"{bus.inbox}_ctl"
         # of requests that were published here; withdrawn: of the cancelled ones, those deleted before any worker spoke
         self.totals = {"published": 0, "completed": 0, "failed": 0, "cancelled": 0, "withdrawn": 0}
-        self.lanes = LaneSwitch(settings.tenant_burst if owner == subjects.INGRESS_OWNER else 0)
+        self.lanes = LaneSwitch(settings.tenant_burst if self._trusted else 0)
         self._hints = Hints(self._publish)
         self._outgoing: dict[str, list[wire.Attach | wire.Release]] = {}
         self._outgoing_wake = asyncio.Event()
@@ -109,8 +111,9 @@ class Dispatcher:
     async def start(self) -> None:
         self._address_subscription = await self._bus.subscribe(self.address, partial(self._on_batch, self._homes[0]))
         await self._bus.subscribe(self._control + ".*", self._on_control)
-        await self._bus.subscribe(subjects.FIND, self._on_find)
-        await self._bus.subscribe(subjects.CANCEL, self._on_cancel)
+        if self._trusted:
+            await self._bus.subscribe(subjects.find(None), self._on_find)
+            await self._bus.subscribe(subjects.cancel(None), self._on_cancel)
         self._bus.on_disconnect(self._on_disconnect)
         self._bus.on_reconnect(self._on_reconnect)
         self._loops = [asyncio.create_task(self._send()), asyncio.create_task(self._tick())]
@@ -257,11 +260,11 @@ class Dispatcher:
 
     async def locate(self, rid: str, tenant: str, seq: int) -> Located | None:
         """A request that somebody published, to `attach` to. Raises Unavailable."""
-        return await locate(self._bus, self._settings, rid, tenant, seq)
+        return await locate(self._bus, self._settings, rid, tenant, seq, self._owner)
 
     async def revoke(self, rid: str, tenant: str, seq: int) -> bytes:
         """End a request for everybody, wherever it is. Raises Unavailable."""
-        return await revoke(self._bus, self._settings, rid, tenant, seq)
+        return await revoke(self._bus, self._settings, rid, tenant, seq, self._owner)
 
     def version_changed(self, version: Version) -> None:
         """A version that is out of service takes no more requests: those that wait for it end with the reason."""
@@ -374,7 +377,7 @@ class Dispatcher:
             stream.requester.reconnected(now)
 
     def _meant(self, message: Message) -> list[Stream]:
-        about = wire.decode_about(message.data)
+        about = control.about_of(message.subject, message.data)
         found = [home.streams[about.rid] for home in self._homes if about.rid in home.streams]
         return [stream for stream in found if stream.tenant == about.tenant]
 
@@ -407,7 +410,8 @@ class Dispatcher:
                         self._outgoing_wake.set()
                     else:
                         data = wire.encode(wire.ToWorker([action.attach]))
-                        self._do(self._publish(subjects.attach_broadcast(stream.model, stream.version), data))
+                        subject = subjects.attach_broadcast(stream.model, stream.version, self._owner)
+                        self._do(self._publish(subject, data))
                 case SendRelease():
                     self._release(action)
                 case End():
@@ -416,19 +420,23 @@ class Dispatcher:
                     self._forget(stream)
                 case Nak():
                     self._do(self._nak(stream, action.ack_subject))
-                case CheckMessage():
+                case CheckMessage() if self._trusted:
                     self._do(self._check(stream, action.seq))
+                case CheckMessage():
+                    self._guess(stream, action.seq)
                 case Move():
                     self._move(stream, action.version)
                 case Republish():
                     self._do(self._republish(stream, action.k))
+                case DeleteMessage() | DeadLetter() if not self._trusted:
+                    pass  # a worker that takes the message is told to let go
                 case DeleteMessage(insist=True):
-                    self._do(self._delete_left(action.seq))
+                    self._do(leftovers.delete(self._bus, action.seq, self._moving))
                 case DeleteMessage():
                     self.totals["withdrawn"] += 1
                     self._do(self._bus.delete_message(subjects.REQ_STREAM, action.seq))
                 case DeadLetter():
-                    self._do(self._dead_letter(stream, action.reason))
+                    self._do(leftovers.bury(self._bus, stream, action.reason))
 
     def _explained(self, stream: Stream, error: HeadraceError | None) -> HeadraceError | None:
         """Why no worker came, where that is known."""
@@ -503,7 +511,8 @@ class Dispatcher:
         for worker, items in outgoing.items():
             for data in wire.encode_batches(wire.ToWorker, items, self._bus.payload_bytes_max):
                 try:
-                    await self._bus.publish(subjects.worker_control(worker), data, reply=f"{self._control}.{worker}")
+                    subject = subjects.worker_control(worker, self._owner)
+                    await self._bus.publish(subject, data, reply=f"{self._control}.{worker}")
                 except TooLarge as error:
                     log.error("worker %s is not told: %s", worker, error.message)
 
@@ -550,6 +559,17 @@ class Dispatcher:
             stream.body = wire.encode(request)
         self.act(stream, stream.requester.message_state(sequence, stored is not None, time.monotonic()))
 
+    def _guess(self, stream: Stream, sequence: int) -> None:
+        """Whether a message is stored that may not be looked at: not one that a worker had, for longer than a redelivery takes.
+
+        A copy of one that is stored after all does no harm but that two workers may have the request by turns.
+        """
+        requester, now = stream.requester, time.monotonic()
+        if stream.body:
+            unserved_s = requester.unserved_s(now)
+            gone = sequence == requester.held and unserved_s > requester.limits.unserved_max_s
+            self.act(stream, requester.message_state(sequence, not gone, now))
+
     async def _republish(self, stream: Stream, k: int) -> None:
         if stream.guard is not None and not await stream.guard():
             stream.answered = True
@@ -570,24 +590,3 @@ class Dispatcher:
         self._withdraw(stream, time.monotonic())
         if k == 0 or stream.lane == subjects.LANE_FAIR:
             await self._wake(stream)
-
-    async def _delete_left(self, sequence: int) -> None:
-        """Delete a message that no worker may ever come for."""
-        deadline = time.monotonic() + self._settings.queue_deadline_s
-        while time.monotonic() < deadline:
-            try:
-                async with self._moving:
-                    await self._bus.delete_message(subjects.REQ_STREAM, sequence)
-                return
-            except Unavailable:
-                await asyncio.sleep(DELETE_AGAIN_S)
-
-    async def _dead_letter(self, stream: Stream, reason: str) -> None:
-        subject = subjects.dead_letter(stream.model, stream.version, stream.tenant)
-        headers = {
-            wire.HEADER_MSG_ID: f"{stream.rid}.dlq",
-            wire.HEADER_REASON: reason,
-            wire.HEADER_REPLY: stream.requester.reply,
-            wire.HEADER_GENERATION_MS: str(int(self._settings.generation_deadline_s * 1000)),
-        }
-        await self._bus.publish_durable(subject, stream.body, headers)

@@ -25,18 +25,18 @@ class Located(msgspec.Struct, frozen=True):
     queue_left_s: float  # of its queue deadline, if nobody has taken it yet
 
 
-async def locate(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int) -> Located | None:
+async def locate(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int, owner: str) -> Located | None:
     """The request, asked of the queue by its sequence (0: not known), then of everybody. None: nobody has it any more.
 
-    Raises Unavailable.
+    `owner` of frame addresses: who asks. Only an ingress may look into the queue. Raises Unavailable.
     """
-    stored = await _stored(bus, rid, tenant, seq)
+    stored = await _stored(bus, rid, tenant, seq, owner)
     if stored is None:
-        found = await _ask_everybody(bus, settings, rid, tenant)
+        found = await _ask_everybody(bus, settings, rid, tenant, owner)
         if found is None:
             return None
         if found.seq not in (0, seq):
-            stored = await _stored(bus, rid, tenant, found.seq)
+            stored = await _stored(bus, rid, tenant, found.seq, owner)
         if stored is None:
             return Located(found.request, found.seq, b"", _least_s(settings))
     message, request = stored
@@ -52,23 +52,25 @@ def _least_s(settings: Settings) -> float:
     return 2 * settings.orphan_grace_s + 3 * settings.ack_wait_s
 
 
-async def revoke(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int) -> bytes:
+async def revoke(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int, owner: str) -> bytes:
     """End a request for everybody: `wire.CANCELLED`, `wire.FINISHED`, or b"" when nobody has it. Raises Unavailable.
 
     A queued one is known to the requester that published it; where that one is gone, only its sequence finds it.
     """
+    question = wire.encode(wire.About(rid, tenant))
     try:
-        answer = await bus.request(subjects.CANCEL, wire.encode(wire.About(rid, tenant)), settings.attach_timeout_s)
+        answer = await bus.request(subjects.cancel(owner), question, settings.attach_timeout_s)
     except Unavailable:
-        if await _stored(bus, rid, tenant, seq) is None:
+        if await _stored(bus, rid, tenant, seq, owner) is None:
             return b""
         await bus.delete_message(subjects.REQ_STREAM, seq)
         return wire.CANCELLED
     return answer.data
 
 
-async def _stored(bus: Bus, rid: str, tenant: str, seq: int) -> tuple[StoredMessage, wire.Request] | None:
-    message = await bus.get_message(subjects.REQ_STREAM, seq) if seq else None
+async def _stored(bus: Bus, rid: str, tenant: str, seq: int, owner: str) -> tuple[StoredMessage, wire.Request] | None:
+    may_look = seq and owner == subjects.INGRESS_OWNER
+    message = await bus.get_message(subjects.REQ_STREAM, seq) if may_look else None
     if message is None:
         return None
     try:
@@ -80,11 +82,11 @@ async def _stored(bus: Bus, rid: str, tenant: str, seq: int) -> tuple[StoredMess
     return (message, request) if request.rid == rid else None
 
 
-async def _ask_everybody(bus: Bus, settings: Settings, rid: str, tenant: str) -> wire.Found | None:
+async def _ask_everybody(bus: Bus, settings: Settings, rid: str, tenant: str, owner: str) -> wire.Found | None:
     question = wire.encode(wire.About(rid, tenant))
     for _ in range(ATTEMPTS_MAX):
         try:
-            answer = await bus.request(subjects.FIND, question, settings.attach_timeout_s)
+            answer = await bus.request(subjects.find(owner), question, settings.attach_timeout_s)
         except Unavailable as error:
             log.info("request %s: %s", rid, error.message)
             continue

@@ -107,6 +107,7 @@ class Requester:
         self._usage: Usage | None = None
 
         self._ack = ""
+        self.held: int | None = None  # the message that a worker had last
         self._served: set[str] = set()  # workers that answered since the last token
         self._dead: set[str] = set()  # those of them that then had no responders
         self._plain = False  # the adopted claim streams: its next frame in order needs no thought
@@ -463,9 +464,8 @@ class Requester:
         self._seek_round = 0
 
     def _holds(self, seq: int, ack: str, actions: list[Action]) -> None:
-        changed = seq != self.seq
-        self.seq = seq
-        self._ack = ack
+        changed, self._ack = seq != self.seq, ack
+        self.seq = self.held = seq
         if changed and not self.has_body:
             actions.append(CheckMessage(seq))  # a copy that someone published: its body makes us equal to the publisher
 

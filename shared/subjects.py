@@ -161,9 +161,24 @@ def frame_address(owner: str, client: str) -> str:
     return f"tok.{encode_token(owner)}.{client}"
 
 
-def worker_control(worker: str) -> str:
-    """Where attach and release reach one worker."""
-    return f"ctl.worker.{worker}.items"
+def may_have_frames(address: str, tenant: str) -> bool:
+    """Whether what becomes of a tenant's requests may be sent to a frame address: an ingress's, or one of its own."""
+    return speaks_for(address.split(".")[1], tenant)
+
+
+def speaks_for(owner_token: str, tenant: str) -> bool:
+    """Whether who is named by the token may speak of a tenant's requests."""
+    return owner_token == INGRESS_OWNER or owner_token == encode_token(tenant)
+
+
+def _said_by(owner: str | None) -> str:
+    """The last token of a subject that says who speaks; NATS lets nobody write another's. None: whoever it is."""
+    return "*" if owner is None else encode_token(owner)
+
+
+def worker_control(worker: str, owner: str | None) -> str:
+    """Where attach and release of an owner of frame addresses reach one worker; None: those of all owners."""
+    return f"ctl.worker.{worker}.items.{_said_by(owner)}"
 
 
 def worker_drain(worker: str) -> str:
@@ -176,13 +191,19 @@ def worker_assign(worker: str) -> str:
     return f"ctl.worker.{worker}.assign"
 
 
-def attach_broadcast(model: str, version: str) -> str:
-    """Where attach reaches every worker of a version."""
-    return f"ctl.model.{encode_token(model)}.{encode_token(version)}.attach"
+def attach_broadcast(model: str, version: str, owner: str | None) -> str:
+    """Where attach of an owner reaches every worker of a version; None: that of all owners."""
+    return f"ctl.model.{encode_token(model)}.{encode_token(version)}.attach.{_said_by(owner)}"
 
 
-FIND = "ctl.requests.find"  # who has a request? Ingresses and workers answer
-CANCEL = "ctl.requests.cancel"  # end a request for everybody, wherever it is
+def find(owner: str | None) -> str:
+    """Where an owner asks who has a request: ingresses and workers answer. None: where all ask."""
+    return f"ctl.requests.find.{_said_by(owner)}"
+
+
+def cancel(owner: str | None) -> str:
+    """Where an owner ends a request for everybody, wherever it is. None: where all do."""
+    return f"ctl.requests.cancel.{_said_by(owner)}"
 
 
 def wake(model: str, version: str) -> str:
@@ -191,6 +212,24 @@ def wake(model: str, version: str) -> str:
 
 
 WAKE_ALL = "wake.*.*"
+
+
+def sent_by(tenant: str | None) -> list[str]:
+    """All that a tenant that publishes for itself may send; None: that any may."""
+    owner = _said_by(tenant)
+    return [
+        f"q.*.*.{LANE_FAIR}.{owner}",
+        WAKE_ALL,
+        worker_control("*", tenant),
+        f"ctl.model.*.*.attach.{owner}",
+        find(tenant),
+        cancel(tenant),
+    ]
+
+
+def frames_of(tenant: str | None) -> str:
+    """Every frame address of a tenant; None: of everybody."""
+    return f"tok.{_said_by(tenant)}.*"
 
 
 def version_of_wake(subject: str) -> tuple[str, str]:

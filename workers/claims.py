@@ -211,6 +211,9 @@ class ClaimTable:
         """A message was pulled."""
         rid = delivery.request.rid
         claim = self._claims.get(rid)
+        known = claim or self._kept.get(rid, (None,))[0]
+        if known is not None and known.delivery.tenant != delivery.tenant:
+            return [DeadLetter(delivery, "there is a request of another tenant with this rid")]
         if claim is not None:  # one more handle on what runs already
             claim.handles[delivery.seq] = delivery.handle
             claim.seq = delivery.seq
@@ -413,7 +416,9 @@ class ClaimTable:
     # -- attach ----------------------------------------------------------------------------------------------------------
 
     def _fits(self, claim: _Claim, attach: Attach) -> bool:
-        """Whether the attach speaks of as many choices as the request has."""
+        """Whether its address may have the request's frames, and it speaks of as many choices as the request has."""
+        if not subjects.may_have_frames(attach.reply, claim.delivery.tenant):
+            return False
         choices = claim.delivery.request.sampling.n
         return len(positions_of(attach)) == choices and (attach.ids is not None or len(attach.digest or []) == choices)
 

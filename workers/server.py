@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shared import subjects, wire
+from shared import control, subjects, wire
 from shared.bus import Bus, Message
 from shared.errors import EngineFailed, HeadraceError, Unavailable
 from shared.pull import Puller
@@ -114,11 +114,11 @@ class WorkerServer:
         self._engine.start(asyncio.get_running_loop(), self._on_events)
         await self._replier.start()
         self._biller.start()
-        await self._bus.subscribe(subjects.worker_control(self._worker), self._on_control)
-        broadcast = subjects.attach_broadcast(self._version.model, self._version.version)
+        await self._bus.subscribe(subjects.worker_control(self._worker, None), self._on_control)
+        broadcast = subjects.attach_broadcast(self._version.model, self._version.version, None)
         await self._bus.subscribe(broadcast, self._on_broadcast)
-        await self._bus.subscribe(subjects.FIND, self._on_find)
-        await self._bus.subscribe(subjects.CANCEL, self._on_cancel)
+        await self._bus.subscribe(subjects.find(None), self._on_find)
+        await self._bus.subscribe(subjects.cancel(None), self._on_cancel)
         self._loops = [asyncio.create_task(loop) for loop in (self._send(), self._keep_alive(), self._tick())]
 
     async def claim(self) -> None:
@@ -233,7 +233,7 @@ class WorkerServer:
 
     def _on_control(self, message: Message) -> None:
         now = time.monotonic()
-        for item in wire.decode_to_worker(message.data).items:
+        for item in control.items_of(message.subject, message.data):
             if isinstance(item, wire.Attach):
                 self._act(self._table.attach(item, False, now))
             else:
@@ -241,17 +241,17 @@ class WorkerServer:
 
     def _on_broadcast(self, message: Message) -> None:
         now = time.monotonic()
-        for item in wire.decode_to_worker(message.data).items:
+        for item in control.items_of(message.subject, message.data):
             if isinstance(item, wire.Attach):
                 self._act(self._table.attach(item, True, now))
 
     def _on_find(self, message: Message) -> None:
-        found = self._table.find(wire.decode_about(message.data))
+        found = self._table.find(control.about_of(message.subject, message.data))
         if found is not None and not self._silent:
             self._out(message.reply, wire.encode(found))
 
     def _on_cancel(self, message: Message) -> None:
-        status, actions = self._table.cancel(wire.decode_about(message.data), time.monotonic())
+        status, actions = self._table.cancel(control.about_of(message.subject, message.data), time.monotonic())
         if status and not self._silent:
             self._out(message.reply, status)
         self._act(actions)
@@ -454,6 +454,8 @@ def read_delivery(message: Message, version: Version) -> Delivery:
         tenant, where = subjects.tenant_of_request(message.subject), delivery_of(message.reply)
     except ValueError as error:
         raise Malformed(str(error)) from None
+    if not subjects.may_have_frames(reply, tenant):
+        raise Malformed(f"{wire.HEADER_REPLY} is another tenant's")
     return Delivery(
         request=request,
         tenant=tenant,

@@ -52,7 +52,7 @@ async def poison(site: Site, prompt: str) -> Stream:
             if isinstance(item, wire.Attach) and not attached.done():
                 attached.set_result(item)
 
-        living = await site.bus.subscribe(subjects.worker_control(worker), on_control)
+        living = await site.bus.subscribe(subjects.worker_control(worker, subjects.INGRESS_OWNER), on_control)
         await say(wire.Accepted(request.rid, claim, stream.sequence, "", 0))
         attach = await attached
         await living.unsubscribe()

@@ -39,8 +39,8 @@ def table(**limits: Any) -> ClaimTable:
 
 def delivery(seq: int = 5, choices: int = 1, logprobs: int | None = None, rid: str = "rid", **more: Any) -> Delivery:
     request = Request(rid, "m", "v1", Input(prompt="p"), Sampling(n=choices, logprobs=logprobs))
-    more = {"handle": f"ack.{seq}", "reply": HOME, "queued_ms": 3, **more}
-    return Delivery(request=request, tenant="t", seq=seq, **more)
+    more = {"handle": f"ack.{seq}", "reply": HOME, "queued_ms": 3, "tenant": "t", **more}
+    return Delivery(request=request, seq=seq, **more)
 
 
 def claimed(resume: bool = False, choices: int = 1, **limits: Any) -> ClaimTable:
@@ -124,10 +124,27 @@ def test_any_other_delivery_waits_for_an_attach(more: dict[str, Any]) -> None:
 
 def test_a_tenant_is_not_told_the_ack_subject() -> None:
     claims = table()
-    (said,) = items(Accepted, claims.message(delivery(reply="tok.acme.me"), 0.0))
+    (said,) = items(Accepted, claims.message(delivery(reply="tok.acme.me", tenant="acme"), 0.0))
     assert said.ack == ""
     granted = claims.attach(attach("s1", [[]], "tok.acme.me"), False, 0.0)
     assert items(Ok, granted)[0].ack == ""
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_rid_that_is_known_is_of_no_use_to_another_tenant(over: bool) -> None:
+    claims = serving([7])
+    if over:
+        finish(claims, [8])
+        claims.release(release(), 0.0)
+    for broadcast in (False, True):
+        for ids in ([[]], [[7]], [[9]]):
+            told = claims.attach(attach("s2", ids, "tok.other.me"), broadcast, 0.1)
+            assert told == ([] if broadcast else [Send("tok.other.me", No("rid", "s2"))])
+    assert claims.release(release("tok.other.me", "s2"), 0.1) == []
+    buried = only(DeadLetter, claims.message(delivery(seq=9, tenant="other", reply="tok.other.me"), 0.1))
+    assert buried.delivery.tenant == "other"
+    assert len(claims) == (0 if over else 1)
+    assert items(Ok, claims.attach(attach("s3", [[7]], "tok.t.me"), False, 0.1), "tok.t.me")
 
 
 def test_another_message_of_a_claimed_rid_is_one_more_handle() -> None:

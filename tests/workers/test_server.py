@@ -240,16 +240,19 @@ def test_a_body_without_a_version_is_of_its_subjects(run_fleet: RunFleet) -> Non
             body = encode(wire.Request(rid, "m", "", wire.Input(prompt="x"), wire.Sampling(max_tokens=3)))
             headers = home | {wire.HEADER_MSG_ID: rid, "Content-Type": f"application/{kind}"}
             await fleet.bus.publish_durable("q.m.v.fast.t", body, headers)
-        found = await locate.locate(fleet.bus, fleet.bus.settings, "a", "t", 1)  # no worker: it is read from the stream
+        owner = subjects.INGRESS_OWNER
+        found = await locate.locate(
+            fleet.bus, fleet.bus.settings, "a", "t", 1, owner
+        )  # no worker: it is read from the stream
         assert found is not None
         assert found.request.version == "v"
         fleet.spawn()
         await until(lambda: accepted == {"a", "b"})
         for rid in ("a", "b"):
             about = wire.encode(wire.About(rid, "t"))
-            answer = wire.decode_found((await fleet.bus.request(subjects.FIND, about)).data)
+            answer = wire.decode_found((await fleet.bus.request(subjects.find("t"), about)).data)
             assert answer.request.version == "v"
-            assert (await fleet.bus.request(subjects.CANCEL, about)).data in (wire.CANCELLED, wire.FINISHED)
+            assert (await fleet.bus.request(subjects.cancel("t"), about)).data in (wire.CANCELLED, wire.FINISHED)
         assert (await fleet.bus.stream_info(subjects.DLQ_STREAM)).messages == 0
 
     run_fleet(work)
@@ -274,7 +277,7 @@ def test_what_is_no_request_goes_to_the_dead_letters_and_the_worker_goes_on(run_
         await put(encode(good)[:-3])
         await put(b"[" * 100_000, Content_Type="application/json")
         await put(encode(good), Hr_Wire="2")
-        for reply in ("", "a b", "$JS.API.STREAM.DELETE.REQ", "tok.t.*"):
+        for reply in ("", "a b", "$JS.API.STREAM.DELETE.REQ", "tok.t.*", "tok.other.c"):
             await put(encode(good), Hr_Reply=reply)
         for milliseconds in ("", "-5", "nan", "9" * 400, "9" * 5000):
             await put(encode(good), Hr_Generation_Ms=milliseconds)
@@ -340,10 +343,10 @@ def test_strangers_on_control_subjects_disturb_nobody(run_fleet: RunFleet) -> No
         uneven = wire.encode(wire.FromWorker(worker, [frame]))
         injected = wire.encode(wire.FromWorker("w 1", [wire.Accepted("r", "c", 1, "", 0)]))
         for data in (b"", b"\xc1", evil, far, wire.encode(42)):
-            await fleet.bus.publish(subjects.worker_control(worker), data)
-            await fleet.bus.publish(subjects.attach_broadcast("m", "v"), data)
-            await fleet.bus.publish(subjects.FIND, data, reply="nobody")
-            await fleet.bus.publish(subjects.CANCEL, data)
+            await fleet.bus.publish(subjects.worker_control(worker, subjects.INGRESS_OWNER), data)
+            await fleet.bus.publish(subjects.attach_broadcast("m", "v", subjects.INGRESS_OWNER), data)
+            await fleet.bus.publish(subjects.find(subjects.INGRESS_OWNER), data, reply="nobody")
+            await fleet.bus.publish(subjects.cancel(subjects.INGRESS_OWNER), data)
         for data in (b"\xc1", uneven, injected):
             await fleet.bus.publish(fleet.dispatcher.address, data)
         assert sum(len(delta.ids) for delta in head + await read(stream)) == 60
@@ -399,7 +402,7 @@ def test_garbage_goes_to_the_dead_letters_and_stops_nobody(run_fleet: RunFleet) 
         for number, body in enumerate(bodies):
             headers = {"Nats-Msg-Id": f"garbage-{number}", "Nats-TTL": "60", "Hr-Reply": "tok.ingress.nobody"}
             await fleet.bus.publish_durable(subject, body, headers)
-        await fleet.bus.publish(subjects.worker_control("w1"), b"\xc1garbage")
+        await fleet.bus.publish(subjects.worker_control("w1", subjects.INGRESS_OWNER), b"\xc1garbage")
         await fleet.bus.publish(fleet.dispatcher.address, b"\xc1garbage")
         assert len(await read(await fleet.submit())) == 40
         await fleet.idle()
