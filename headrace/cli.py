@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import audit, deployments, dlq, models, routes, tenants, usage
+from headrace import audit, deployments, dlq, models, nats_config, routes, tenants, usage
 from headrace.globals import API_KEY, Globals, hide_key
 from headrace.stack.state import StackError
 from shared.errors import HeadraceError
@@ -27,6 +27,7 @@ app.add_typer(dlq.app, name="dlq")
 app.add_typer(tenants.app, name="tenants")
 app.command()(audit.audit)
 app.command()(usage.usage)
+app.command()(nats_config.nats_config)
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 Scenario = Annotated[Path, typer.Argument(metavar="SCENARIO.toml", exists=True, dir_okay=False)]

@@ -107,7 +107,7 @@ async def collect(settings: Settings, stack: state.StackState | None) -> Status:
         await bus.close()
     return Status(
         http=stack.http if stack else None,
-        nats=settings.nats_url,
+        nats=settings.nats_shown,
         queue=queue,
         models=[model_status(version, routes.get(version.model)) for version in versions],
         workers=[

@@ -13,6 +13,7 @@ import os
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -154,6 +155,10 @@ class Bus(KeyValue):
         self._malformed_told_at = -math.inf
         self.dropped = 0  # core publishes that could not be sent
         self._tls = _tls_of(settings)
+        if settings.nats_nkey:
+            from shared import nkey  # few need it
+
+            nkey.public_key(Path(settings.nats_nkey))  # a file that is of no use is told at once
         self._refusal = ""  # why the last try to connect failed
         self._client = _Client()
         self._subscriptions: dict[int, Subscription] = {}
@@ -175,7 +180,7 @@ class Bus(KeyValue):
             async with asyncio.timeout(30):
                 await bus._open()
         except TimeoutError:
-            raise Unavailable(f"NATS does not answer at {settings.nats_url}{bus._refusal}") from None
+            raise Unavailable(f"NATS does not answer at {settings.nats_shown}{bus._refusal}") from None
         await bus.subscribe(bus.inbox + ".*", bus._on_ack)
         bus._probing = asyncio.create_task(bus._probe())
         return bus
@@ -213,6 +218,8 @@ class Bus(KeyValue):
 
     async def _open(self) -> None:
         options: dict[str, Any] = {"tls": self._tls} if self._tls is not None else {}
+        if self.settings.nats_nkey:
+            options["nkeys_seed"] = self.settings.nats_nkey
         while True:
             client = _Client()
             try:
@@ -239,7 +246,7 @@ class Bus(KeyValue):
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 with contextlib.suppress(Exception):
                     await client.close()
-                log.info("NATS at %s is not there yet: %r", self.settings.nats_url, error)
+                log.info("NATS at %s is not there yet: %r", self.settings.nats_shown, error)
                 self._refusal = f": {error}"
                 await asyncio.sleep(0.2)
         self._client = client

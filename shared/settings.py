@@ -5,6 +5,7 @@ for `nats_url`). A value that does not fit its type is a SettingsError that name
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nats_tls_ca: str = ""  # a file with the authorities that the server's certificate is of; "": the system's
     nats_tls_cert: str = ""  # a file with the certificate that this process shows the server; "": none
     nats_tls_key: str = ""  # a file with its private key
+    nats_nkey: str = ""  # a file with the seed of the user that this process is to the server; "": none
     nats_replicas: int = 1
     redis_url: str = (
         "redis://127.0.0.1:6379"  # or rediss://; "": none, and every ingress counts its part of the limits itself
@@ -159,6 +161,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def data_path(self) -> Path:
         return Path(self.data_dir).absolute()
+
+    @property
+    def nats_shown(self) -> str:
+        """`nats_url` for logs and people: what may be a password is left out."""
+        return re.sub(r"//[^/,]*@", "//...@", self.nats_url)
 
     @property
     def cache_path(self) -> Path:

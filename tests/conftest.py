@@ -106,6 +106,48 @@ def nats_server(tmp_path: Path) -> Iterator[RunningServer]:
     server.kill()
 
 
+class GuardedNats(RunningServer):
+    """A nats-server as `headrace nats-config` sets it up in `directory`, for tenants `acme` and `other`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        listen = f"{servers.HOST}:{ports.free_ports(1)[0]}"
+        self.said = self.configure("--tenant", "acme", "--tenant", "other", "--listen", listen)
+        argv = [servers.binary("nats-server"), "--config", str(directory / "nats.conf")]
+        server = servers.Server(name="nats", argv=argv, env={}, directory=str(directory), url=f"nats://{listen}")
+        super().__init__(server, servers.nats_ready, [])
+
+    def configure(self, *arguments: str) -> str:
+        """Run `headrace nats-config` on the directory: what it printed."""
+        command = [sys.executable, "-m", "headrace", "nats-config", str(self.directory), *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout + ran.stderr
+
+    def key(self, tenant: str | None = None) -> Path:
+        """The file with the key of a tenant; None: of Headrace's own processes."""
+        return self.directory / ("headrace.nk" if tenant is None else f"tenants/{tenant}.nk")
+
+    def settings(self, tenant: str | None = None, **more: Any) -> Settings:
+        return Settings(nats_url=self.url, nats_nkey=str(self.key(tenant)), **more)
+
+
+@pytest.fixture(scope="session")
+def guarded_nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedNats]:
+    """A server with accounts that the whole run shares: leave nothing in it, and never stop it."""
+    server = GuardedNats(tmp_path_factory.mktemp("guarded-nats"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_guarded_nats(tmp_path: Path) -> Iterator[GuardedNats]:
+    """The same, of this test alone."""
+    server = GuardedNats(tmp_path / "guarded-nats")
+    yield server
+    server.kill()
+
+
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RunningServer]:
     """A server of the Redis protocol of this test alone; it forgets everything when it is killed."""
