@@ -26,12 +26,12 @@ from shared.wire import (
     No,
     Ok,
     Release,
-    Request,
     Usage,
     Wait,
     WireError,
     new_id,
 )
+from workers.actions import Abort, Ack, Action, Bill, DeadLetter, Nak, Send, Start
 from workers.delivery import Delivery as Delivery
 from workers.engine.request import TokenEvent
 from workers.history import History, Match, positions_of
@@ -50,61 +50,6 @@ class ClaimLimits(msgspec.Struct, frozen=True, kw_only=True):
     history_tokens_max: int = 500_000  # of all kept histories together; the oldest go first
     deadline_margin_s: float = 5.0  # the requester's own clock ends a generation first
     deliveries_max: int = 100
-
-
-# -- actions -----------------------------------------------------------------------------------------------------------
-
-
-class Start(msgspec.Struct, frozen=True):
-    """Prepare the input and submit it to the engine as run `run`, going on after `prefix` (ids per choice)."""
-
-    run: str
-    request: Request
-    tenant: str
-    prefix: list[list[int]]
-    queue_deadline: float | None = None
-
-
-class Abort(msgspec.Struct, frozen=True):
-    """Cancel the run, whether it is still being prepared or in the engine."""
-
-    run: str
-
-
-class Send(msgspec.Struct, gc=False):
-    """Send to a frame address, with a reply subject: no responders is an event."""
-
-    reply: str
-    item: Accepted | Frame | Ok | Wait | No
-
-
-class Ack(msgspec.Struct, frozen=True):
-    handle: str
-
-
-class Nak(msgspec.Struct, frozen=True):
-    """Hand the message back: it is redelivered at once."""
-
-    handle: str
-
-
-class Bill(msgspec.Struct, frozen=True):
-    """Write down what a request came to, before the acks that follow. `usage` is None for one that did not complete."""
-
-    delivery: Delivery
-    outcome: str
-    usage: Usage | None
-    output_tokens: int  # of what was computed, and before that told by the requester
-
-
-class DeadLetter(msgspec.Struct, frozen=True):
-    """Publish the message to the DLQ with `reason`, then TERM it."""
-
-    delivery: Delivery
-    reason: str
-
-
-Action = Start | Abort | Send | Bill | Ack | Nak | DeadLetter
 
 
 class _Subscriber:

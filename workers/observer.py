@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from workers.claims import Delivery, Start
+from workers.actions import Start
+from workers.delivery import Delivery
 from workers.engine.request import TokenEvent
 from workers.metrics import WorkerMetrics
 

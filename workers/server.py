@@ -19,8 +19,10 @@ from shared.shares import TenantShares
 from shared.streams import delivery_of
 from shared.usage import UsageEvent
 from shared.wire import Malformed
+from workers.actions import Abort, Ack, Action, Bill, DeadLetter, Nak, Send, Start
 from workers.billing import Biller
-from workers.claims import Abort, Ack, Action, Bill, ClaimLimits, ClaimTable, DeadLetter, Delivery, Nak, Send, Start
+from workers.claims import ClaimLimits, ClaimTable
+from workers.delivery import Delivery
 from workers.engine.fairness import OUTPUT_COST, PROMPT_COST
 from workers.engine.request import Engine, EngineRequest, TenantLimits, TokenEvent
 from workers.fair import FairPuller
