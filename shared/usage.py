@@ -31,7 +31,7 @@ By = Literal["total", "tenant", "model", "day"]
 class UsageEvent(Struct, array_like=True, gc=False):
     """One request, as the worker that ended it knows it."""
 
-    id: str  # the rid
+    id: str  # the rid; of a direct publisher with its message
     at: float  # unix seconds, when it ended
     model: str
     version: str

@@ -40,9 +40,13 @@ class Nak(msgspec.Struct, frozen=True):
 
 
 class Bill(msgspec.Struct, frozen=True):
-    """Write down what a request came to, before the acks that follow. `usage` is None for one that did not complete."""
+    """Write down what a request came to, before the acks that follow. `usage` is None for one that did not complete.
+
+    `id` is the rid for requests of ingresses; of others the message, since who publishes may use a rid again and again.
+    """
 
     delivery: Delivery
+    id: str
     outcome: str
     usage: Usage | None
     output_tokens: int  # of what was computed, and before that told by the requester

@@ -86,6 +86,7 @@ class _Claim:
         "runs",
         "seq",
         "subscribers",
+        "trusted",
     )
 
     def __init__(self, delivery: Delivery, now: float, limits: ClaimLimits) -> None:
@@ -102,6 +103,9 @@ class _Claim:
         self.subscribers: dict[str, _Subscriber] = {}
         self.calling = True  # accepted is repeated
         self.lost = False  # somebody it spoke to was not there
+        self.trusted = not subjects.is_fair(
+            delivery.handle
+        )  # it is an ingress's: nobody else has another lane, or it spoke
         self.orphan_at: float | None = None
         self.resend_at = now + limits.resend_s
         self.deadline = now + delivery.generation_s + limits.deadline_margin_s
@@ -202,6 +206,7 @@ class ClaimTable:
         if claim is None:
             return actions
         subscriber = claim.subscribers.get(release.reply)
+        told = release.usage if release.reply.startswith(_TRUSTED) else None
         if release.done:
             if release.reply == claim.delivery.reply:
                 claim.calling = False
@@ -209,7 +214,7 @@ class ClaimTable:
                 return actions
             claim.subscribers.pop(release.reply, None)
             if not claim.subscribers:
-                self._ack(claim, now, actions, keep=True, told=release.usage)
+                self._ack(claim, now, actions, keep=True, told=told)
         elif subscriber is not None and subscriber.sid == release.sid:
             del claim.subscribers[release.reply]
             if not claim.subscribers:
@@ -429,6 +434,7 @@ class ClaimTable:
     def _subscribe(self, claim: _Claim, attach: Attach, awaiting: bool) -> None:
         claim.subscribers[attach.reply] = _Subscriber(attach.sid, attach if awaiting else None)
         claim.orphan_at = None
+        claim.trusted = claim.trusted or attach.reply.startswith(_TRUSTED)
         if attach.reply == claim.delivery.reply:
             claim.calling = False
 
@@ -561,10 +567,11 @@ class ClaimTable:
     def _bill(self, claim: _Claim, told: Usage | None, cancelled: bool) -> Bill:
         """What a claim came to; of one that was not started here, what its requester was `told` by the one before."""
         history = claim.history
+        id_ = claim.rid if claim.trusted or told is not None else f"{claim.rid}.{claim.delivery.seq}"
         if history is None or (told is not None and history.usage is None):
-            return Bill(claim.delivery, COMPLETED, told, 0)
+            return Bill(claim.delivery, id_, COMPLETED, told, 0)
         outcome = claim.error.code if claim.error is not None else Cancelled.code if cancelled else COMPLETED
-        return Bill(claim.delivery, outcome, history.usage, history.tokens)
+        return Bill(claim.delivery, id_, outcome, history.usage, history.tokens)
 
     def _forget_kept(self, rid: str) -> None:
         found = self._kept.pop(rid, None)

@@ -312,7 +312,7 @@ class WorkerServer:
             echoed = request.sampling.n * metered.prompt_tokens if request.sampling.echo else 0
             usage = wire.Usage(metered.prompt_tokens, max(0, bill.output_tokens - echoed))
         return UsageEvent(
-            request.rid,
+            bill.id,
             time.time(),
             request.model,
             request.version,

@@ -147,6 +147,34 @@ def test_a_rid_that_is_known_is_of_no_use_to_another_tenant(over: bool) -> None:
     assert items(Ok, claims.attach(attach("s3", [[7]], "tok.t.me"), False, 0.1), "tok.t.me")
 
 
+def test_a_tenant_has_no_say_in_what_its_own_requests_came_to() -> None:
+    claims = table()
+    me, fair = "tok.t.me", "$JS.ACK.REQ.fair-0.1.5.5.1700000000000000000.0"
+    bills = []
+    for seq in (5, 9):  # the same rid, as often as it likes
+        claims.message(delivery(seq=seq, reply=HOME, handle=fair), 0.0)  # nobody listens there
+        claims.attach(attach("s1", [[]], me), False, 0.0)
+        claims.tokens([event(claims, [7, 8])], 0.0)
+        actions = claims.release(Release("rid", "s1", me, True, Usage(0, 0)), 0.0)
+        bills.append(only(Bill, actions))
+    assert [(bill.id, bill.outcome, bill.output_tokens) for bill in bills] == [
+        ("rid.5", "cancelled", 2),
+        ("rid.9", "cancelled", 2),
+    ]
+
+
+def test_an_ingress_tells_what_a_request_came_to_that_its_worker_could_not() -> None:
+    claims = table()
+    for reply in ("tok.t.me", HOME):
+        claims.message(
+            delivery(reply=reply, handle="$JS.ACK.REQ.fair-0.2.5.5.1700000000000000000.0", deliveries=2), 0.0
+        )
+        actions = claims.release(Release("rid", "", reply, True, Usage(3, 4)), 0.0)
+        assert [(bill.id, bill.usage) for bill in actions if isinstance(bill, Bill)] == (
+            [("rid", Usage(3, 4))] if reply == HOME else []
+        )
+
+
 def test_another_message_of_a_claimed_rid_is_one_more_handle() -> None:
     claims = claimed()
     assert claims.message(delivery(seq=9), 0.1) == []
