@@ -16,15 +16,11 @@ from shared.errors import Unavailable
 from shared.records import Version
 from shared.streams import delivery_of
 from shared.wire import new_id
+from workers.rhythm import Rhythm
 from workers.turns import Turns
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks at what waits: for what no hint came of
-LOOK_HINTED_S = 0.05  # at least, where hints tell of more than is known
-QUIET_S = 0.003  # `fast` has had credit and no message for so long: it has no use for it
-STUCK_S = 0.02  # between two tries to share credit among tenants that may not have more
-FAST_MAX = 7  # claims from `fast` in a row while something waits in `fair`
 PULL_S = 2.0  # the server says the end of a pull at once; after so long it is lost
 RETRY_S = 0.25
 NOTHING_LEFT = "404"
@@ -47,15 +43,12 @@ class FairPuller:
         """`free`: requests that can be taken. `held`: messages of the lane that this worker has, by tenant. `share(credit)`:
         what to pull of whom."""
         self._bus, self._model, self._version = bus, version.model, version.version
-        self._turns, self._free, self._fast_quiet_s, self._held = turns, free, fast_quiet_s, held
+        self._turns, self._held, self._rhythm = turns, held, Rhythm(turns, free, fast_quiet_s)
         self._share, self._on_pulled = share, on_message
         self._inbox = f"{bus.inbox}_fair.{new_id()}"
         self._pulls: dict[str, tuple[str, float]] = {}  # inbox: tenant, when it is lost
         self._consumers: dict[str, float] = {}  # that are there, and when they were last pulled from
         self._number = 0
-        self._fast_run = 0  # claims from `fast` since the last one from here
-        self._look_at = self._looked_at = 0.0
-        self._stuck = -1  # what was free when nobody might have more
         self._ended = asyncio.Event()
         self._wake = asyncio.Event()
         self._subscriptions: list[Subscription] = []
@@ -87,38 +80,30 @@ class FairPuller:
 
     def pump(self) -> None:
         """Credit may have grown."""
-        if self._turns and not self._wake.is_set():
-            free = self._free()
-            if free > self._turns.pulling and free != self._stuck:
-                self._wake.set()
+        if not self._wake.is_set() and self._rhythm.is_worth_a_turn():
+            self._wake.set()
 
     def fast_claimed(self) -> None:
         """A request was claimed from `fast`."""
-        self._fast_run += 1
-        if self._fast_run >= FAST_MAX and self._turns:
+        if self._rhythm.fast_claimed():
             self._wake.set()
 
     def _reset(self) -> None:
         for inbox in list(self._pulls):
             self._end(inbox)
         self._consumers.clear()
-        self._look_at = 0.0
+        self._rhythm.look_by(0.0)
         self._wake.set()
 
     def _on_hint(self, message: Message) -> None:
-        tenants = wakes.decode(message.data)
-        known = [tenant for tenant in tenants or () if tenant in self._consumers]
-        for tenant in known:
-            self._turns.hint(tenant)
-        if tenants is None or len(known) < len(tenants):  # anybody may say anything: look
-            self._look_at = min(self._look_at, self._looked_at + LOOK_HINTED_S)
+        self._rhythm.hinted(wakes.decode(message.data), self._consumers)
         self._wake.set()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s(loop.time())):
+                async with asyncio.timeout_at(self._rhythm.next_at(loop.time())):
                     await self._wake.wait()
             self._wake.clear()
             try:
@@ -127,23 +112,14 @@ class FairPuller:
                 log.info("the lane fair of %s@%s: %s", self._model, self._version, error.message)
                 await asyncio.sleep(RETRY_S)
 
-    def _pause_s(self, now: float) -> float:
-        pause_s = max(0.0, self._look_at - now)
-        if self._turns and self._free() > self._turns.pulling:
-            pause_s = min(pause_s, QUIET_S if self._stuck < 0 else STUCK_S)
-        return pause_s
-
     async def _turn(self, now: float) -> None:
         for inbox in [inbox for inbox, (_, lost_at) in self._pulls.items() if now > lost_at]:
             self._end(inbox)
-        if now >= self._look_at:
-            self._looked_at, self._look_at = now, now + LOOK_S
+        if self._rhythm.is_time_to_look(now):
             await self._look(now)
-        credit = self._free() - self._turns.pulling
-        if self._fast_quiet_s(now) < QUIET_S:
-            credit = int(credit >= 0 and self._fast_run >= FAST_MAX)  # over what is free: `fast` gets one less for it
-        shared = self._share(max(0, credit))
-        self._stuck = self._free() if credit > 0 and not shared else -1
+        credit = self._rhythm.credit(now)
+        shared = self._share(credit)
+        self._rhythm.shared(credit, len(shared))
         for tenant, count in shared:
             await self._pull(tenant, count, now)
 
@@ -177,7 +153,7 @@ class FairPuller:
     def _on_message(self, message: Message) -> None:
         if not message.status:
             tenant = subjects.tenant_of_request(message.subject)
-            self._fast_run = 0
+            self._rhythm.fair_claimed()
             if self._turns.message(tenant, delivery_of(message.reply).left):
                 self._forget(tenant)
             self._on_pulled(message)
@@ -188,7 +164,7 @@ class FairPuller:
             if message.status != NOTHING_LEFT:
                 log.info("pull from the backlog of %s: %s", tenant, message.status)
                 self._consumers.pop(tenant, None)
-                self._look_at = min(self._look_at, asyncio.get_running_loop().time() + RETRY_S)
+                self._rhythm.look_by(asyncio.get_running_loop().time() + RETRY_S)
             self._wake.set()
 
     def _end(self, inbox: str) -> None:

@@ -15,6 +15,11 @@ from shared.streams import ConsumerInfo
 EVERY_S = 1.0  # questions to the broker
 
 
+def hold_max_of(slots: int, reserved_fraction: float) -> int:
+    """Requests of any one tenant that a batch has room for."""
+    return max(1, slots - int(slots * reserved_fraction))
+
+
 def free_slots(slots: int, hold_max: int, holding: Mapping[str, int], full: bool) -> int:
     """Requests that a worker may take, with what it is `holding` of each tenant.
 

@@ -23,15 +23,14 @@ from workers.actions import Abort, Ack, Action, Bill, DeadLetter, Nak, Send, Sta
 from workers.billing import Biller
 from workers.claims import ClaimLimits, ClaimTable
 from workers.delivery import Delivery
-from workers.engine.fairness import OUTPUT_COST, PROMPT_COST
 from workers.engine.request import Engine, EngineRequest, TenantLimits, TokenEvent
 from workers.fair import FairPuller
-from workers.handback import HandBack, free_slots
+from workers.handback import HandBack, free_slots, hold_max_of
 from workers.metering import Meter
 from workers.metrics import WorkerMetrics
 from workers.observer import RunObserver
 from workers.replier import Replier
-from workers.turns import Turns
+from workers.turns import Turns, mean_service
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +81,7 @@ class WorkerServer:
             subjects.LANE_FAST, subjects.requests_of_lane(version.model, version.version, subjects.LANE_FAST)
         )
         self._puller = Puller(bus, subjects.REQ_STREAM, consumer, self._free, self._on_fast)
-        slots = engine.info.slots
-        self._hold_max = max(1, slots - int(slots * version.engine.slots_reserved_fraction))
+        self._hold_max = hold_max_of(engine.info.slots, version.engine.slots_reserved_fraction)
         self._turns = Turns(self._hold_max)
         self._fair = FairPuller(
             bus,
@@ -208,8 +206,8 @@ class WorkerServer:
         if not credit or not limits:
             return []
         stats = self._engine.stats()
-        service = (PROMPT_COST * stats.prompt_tokens + OUTPUT_COST * stats.generated_tokens) / max(1, self._submitted)
-        return self._turns.share(credit, self._table.holding_of, standings, limits, max(1.0, service))
+        service = mean_service(stats.prompt_tokens, stats.generated_tokens, self._submitted)
+        return self._turns.share(credit, self._table.holding_of, standings, limits, service)
 
     def _limits(self, tenant: str) -> TenantLimits:
         return TenantLimits(weight=self._shares.weight(tenant), priority=self._shares.priority(tenant))

@@ -9,9 +9,15 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from workers.engine.fairness import OUTPUT_COST, PROMPT_COST
 from workers.engine.request import Standing, TenantLimits
 
 UNBATCHED_PART = 8  # one of so many of what a tenant may hold may wait for the batch, and it is still given more
+
+
+def mean_service(prompt_tokens: int, output_tokens: int, requests: int) -> float:
+    """What the ledger charges for a request, on average over those that an engine was given."""
+    return max(1.0, (PROMPT_COST * prompt_tokens + OUTPUT_COST * output_tokens) / max(1, requests))
 
 
 class _Queue(Struct):

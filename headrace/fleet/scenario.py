@@ -46,6 +46,8 @@ class Traffic(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "tenant"
     tenants: Annotated[int, Meta(ge=1)] = 1
     weight: Positive = 1.0
+    priority: int = 0
+    direct: bool = False  # published over NATS by its clients themselves: the lane fair is all that they have
     rate: Annotated[float, Meta(ge=0)] = 0.0
     bursts: list[Burst] = []
     day_s: Positive | None = None
@@ -69,6 +71,7 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`profile`: a100-40g-13b, a100-80g-13b, roofline (of `gpu` and `model`), or a file that `headrace bench profile` wrote."""
 
     workers: Annotated[int, Meta(ge=1)] = 1  # at the beginning; all along if `autoscale` is false
+    ingresses: Annotated[int, Meta(ge=1)] = 1  # requests come to them at random
     profile: str = "a100-40g-13b"
     kv_dtype: str = "fp16"
     gpu: str = "a100-40g"

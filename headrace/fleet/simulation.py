@@ -10,13 +10,13 @@ from headrace.fleet import profiles
 from headrace.fleet.broker import Broker
 from headrace.fleet.clock import Clock
 from headrace.fleet.control import MODEL, Control, Decide
+from headrace.fleet.ingress import Ingress
 from headrace.fleet.profiles import Profile
 from headrace.fleet.report import Records, Result, Sample, summarise
 from headrace.fleet.rollout import NEW, OLD, Rollout
 from headrace.fleet.scenario import Fault, Scenario
 from headrace.fleet.worker import Defect, Fleet, Worker
 from headrace.fleet.workload import Request, Source
-from ingress.admission import Admission
 from shared.errors import HeadraceError
 from shared.records import ALL_TRAFFIC, Route, Version, Weight
 from shared.rollouts import Deployment
@@ -38,22 +38,24 @@ class Simulation:
         self.scenario = scenario
         self._clock = Clock()
         self._dice = random.Random(f"{scenario.seed} fleet")
-        self._fleets = {OLD: self._fleet(OLD, scenario.profile(), Defect(errors=scenario.fleet.errors), skips)}
-        if scenario.rollout is not None:
-            self._fleets[NEW] = self._fleet(NEW, scenario.new_profile(), _defect(scenario), skips)
         self._starts, self._ends = scenario.warmup_s, scenario.warmup_s + scenario.seconds
         self._sources = [
             Source(traffic, place, scenario.seed, self._starts, self._ends)
             for place, traffic in enumerate(scenario.traffic)
         ]
+        self._limits = {tenant: source.limits for source in self._sources for tenant in source.tenants}
+        self._fleets = {OLD: self._fleet(OLD, scenario.profile(), Defect(errors=scenario.fleet.errors), skips)}
+        if scenario.rollout is not None:
+            self._fleets[NEW] = self._fleet(NEW, scenario.new_profile(), _defect(scenario), skips)
         self._router = Router()
         for version in self._fleets:
             self._router.put_version(Version(model=MODEL, version=version, state="available", source="sim"))
         route = Route(MODEL, {}, [Weight(OLD, ALL_TRAFFIC)])
         self._router.put_route(route)
         self._rollout = Rollout(scenario, self._clock, route, self._routed) if scenario.rollout else None
-        self._queued: dict[str, int] = {}
-        self._admission = Admission(scenario.settings, self)
+        self._ingresses = [self._ingress(scenario.settings.tenant_burst) for _ in range(scenario.fleet.ingresses)]
+        self._direct = self._ingress(0)  # clients that publish for themselves
+        self._balancer = random.Random(f"{scenario.seed} ingresses")
         self._records = Records(self._starts, self._ends)
         self._samples: list[Sample] = []
         self._workers_made = 0
@@ -75,11 +77,19 @@ class Simulation:
             cost=profiles.probed_cost(profile, slots, blocks, engine.prefill_chunk),
             slots=slots,
             blocks=blocks,
+            limits=self._limits,
             length_max=min(engine.max_model_len or profiles.MAX_MODEL_LEN, blocks * BLOCK_TOKENS),
             dice=self._dice,
             jitter=scenario.fleet.jitter,
             skips=skips,
             defect=defect,
+        )
+
+    def _ingress(self, burst: int) -> Ingress:
+        brokers = {version: fleet.broker for version, fleet in self._fleets.items()}
+        count = self.scenario.fleet.ingresses
+        return Ingress(
+            self._clock, self.scenario.settings, brokers, burst, count, lambda tenant: self._limits[tenant].weight
         )
 
     def run(self, on_progress: OnProgress = lambda share: None) -> Result:
@@ -134,38 +144,38 @@ class Simulation:
             self._submit(stream[0].closed(stream[1], self._clock.now))
 
     def _submit(self, request: Request) -> None:
-        now, tenant = self._clock.now, request.tenant
         request.number = self._records.new(request)
+        count = len(self._ingresses)
+        request.ingress = self._balancer.randrange(count) if count > 1 else 0
+        ingress = self._ingress_of(request)
         try:
             resolved = self._router.resolve(MODEL, None, f"{self.scenario.seed} {request.number}")
             request.version = resolved.version.version
-            self._admission.check_queue(tenant, 1, now)
+            ingress.check(request)
         except HeadraceError as error:
             self.refused(request, error)
             return
-        self._queued[tenant] = self._queued.get(tenant, 0) + 1
         if request.given_up_at < float("inf"):
             self._clock.at(request.given_up_at, self._cancel, request)
-        self._fleets[request.version].broker.publish(request)
+        ingress.submit(request)
 
-    def queued(self, tenant: str) -> int:
-        """As the admission asks for it: published, and not accepted."""
-        return self._queued.get(tenant, 0)
+    def _ingress_of(self, request: Request) -> Ingress:
+        direct = self._sources[request.source].traffic.direct
+        return self._direct if direct else self._ingresses[request.ingress]
 
     def _cancel(self, request: Request) -> None:
         if request.done >= 0 or request.refused:
             return
         self._records.cancelled(request)
         if self._fleets[request.version].broker.withdraw(request):
-            self._unqueue(request)
+            if request.place is not None:
+                self.accepted(request)
         else:
             any(worker.cancel(request) for worker in self.workers.values() if worker.slots)
 
-    def _unqueue(self, request: Request) -> None:
-        self._queued[request.tenant] -= 1
-
     def accepted(self, request: Request) -> None:
-        self._unqueue(request)
+        """It waits no more."""
+        self._ingress_of(request).left(request)
 
     def finished(self, request: Request) -> None:
         self._records.finished(request)
@@ -174,6 +184,7 @@ class Simulation:
 
     def refused(self, request: Request, error: HeadraceError) -> None:
         """Answered with an error."""
+        request.refused = error.code
         self._records.refused(request, error)
         self._ended(request, error.status, None, None)
 
@@ -215,7 +226,7 @@ class Simulation:
         """The route has changed: ingresses follow it, and requesters take back what is queued for a withdrawn version."""
         self._router.put_route(route)
         if NEW in route.withdrawn:
-            self._fleets[NEW].broker.rehome(self._fleets[OLD].broker)
+            self._fleets[NEW].broker.rehome(lambda request: self._ingress_of(request).move(request, OLD))
         spec = self.scenario.rollout
         if deployment.ended and spec is not None and spec.stop_s is not None:
             self._ends = self._records.ends = min(self._ends, self._clock.now + spec.stop_s)

@@ -7,12 +7,14 @@ meanwhile ends it at the next step edge. A test shows that nothing depends on th
 import math
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.fleet.broker import Broker
 from headrace.fleet.clock import Clock
+from headrace.fleet.fair import FairSide
 from headrace.fleet.profiles import Profile
 from headrace.fleet.workload import Request
 from shared.errors import ContextLength, EngineFailed, HeadraceError
@@ -20,16 +22,19 @@ from shared.pull import Credit
 from shared.records import EngineSettings
 from shared.settings import Settings
 from shared.streams import ConsumerInfo
+from shared.subjects import LANE_FAIR
 from shared.wire import Sampling
 from workers.engine.blocks import BlockPool
+from workers.engine.fairness import OUTPUT_COST
 from workers.engine.observer import StepObserver
 from workers.engine.pacer import Cost, Pacer
-from workers.engine.request import EngineRequest
+from workers.engine.request import EngineRequest, Standing, TenantLimits
 from workers.engine.runs import Run
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Load, StepPlan, load_of
 from workers.engine.sim import SimulatedText
-from workers.handback import HandBack, free_slots
+from workers.handback import HandBack, free_slots, hold_max_of
+from workers.turns import Turns, mean_service
 
 GAP_BUCKETS_PER_MS = 10
 TEXT = SimulatedText()
@@ -73,6 +78,7 @@ class Fleet:
     slots: int
     blocks: int
     length_max: int  # tokens
+    limits: Mapping[str, TenantLimits]  # of all tenants
     dice: random.Random
     jitter: float = 0.0
     skips: bool = True
@@ -82,6 +88,7 @@ class Fleet:
     preemptions: int = 0
     prompt_tokens: int = 0  # computed for the first time
     cached_tokens: int = 0  # found in the prefix cache instead
+    service: Counter[str] = field(default_factory=Counter)  # by tenant, of the workers that are gone
 
 
 class Worker:
@@ -97,8 +104,10 @@ class Worker:
         self._fleet = fleet
         self._clock, self._broker = fleet.clock, fleet.broker
         self._held: dict[str, Request] = {}  # by the run's key: each holds a slot
+        self.holding: dict[str, int] = {}  # the same, counted by tenant
         self._handed_back: set[int] = set()
-        self._inbox: list[Request | str] = []
+        self._inbox: list[Request | str | dict[str, TenantLimits]] = []
+        self._outside: dict[str, TenantLimits] = {}  # who waits to be claimed, as the engine was told
         self._epoch = 0  # of the event that this worker waits for
         self._ends: list[float] = []  # of the steps that are under way and are all decodes
         self._load = Load()  # of the first of them
@@ -109,6 +118,8 @@ class Worker:
         self._whole = True  # each in its batch has its first token
         self._waking = False  # it was idle, and is to begin
         self._rank = number  # of its steps among those that end at the same moment
+        self._submitted = self._prompt_tokens = self._generated = 0
+        self._stirred = 0.0  # when a pull from fast was sent, or a message of it came
         self._pull_number = 0
         self._pulls: list[tuple[str, float]] = []  # name, and when it expires
 
@@ -148,7 +159,20 @@ class Worker:
         self._observer = StepObserver(engine.ttft_ms_target)
         self._credit = Credit(min(settings.pull_heartbeat_s, 0.4 * settings.pull_expires_s), settings.pull_expires_s)
         self._handback = HandBack(self._info, lambda: self._credit.open, self._hand_back)
+        self._hold_max = hold_max_of(fleet.slots, engine.slots_reserved_fraction)
+        self._turns = Turns(self._hold_max)
+        self._fair = FairSide(
+            self._clock,
+            self._broker,
+            settings,
+            self._turns,
+            self._free,
+            lambda now: now - self._stirred if self._credit.outstanding else 0.0,
+            self._share,
+            self._claim,
+        )
         self._pull()
+        self._fair.start()
 
     def drain(self) -> None:
         """Claim no more, let what is claimed finish, and end."""
@@ -156,6 +180,7 @@ class Worker:
             self._end("gone")
             return
         self.state, self.since, self.listens = "draining", self._clock.now, False
+        self._fair.stop()
         self._clock.at(self._clock.now + self._fleet.settings.drain_budget_s, self._drain_is_over)
         self._end_if_drained()
 
@@ -188,12 +213,16 @@ class Worker:
         for choice in [*self._scheduler.running, *self._waiting()]:
             choice.memo.made = len(choice.tokens) - choice.prompt_length
         self._held.clear()
+        self.holding.clear()
         return left
 
     def _waiting(self) -> list[Any]:
         return [choice for account in self._scheduler.ledger.order() for choice in account.waiting]
 
     def _end(self, state: str) -> None:
+        if self.slots:
+            self._fair.stop()
+            self._fleet.service.update(self.service())
         self.state, self.since, self.ended = state, self._clock.now, self._clock.now
         self.listens = False
         self._epoch += 1
@@ -209,24 +238,44 @@ class Worker:
     # -- claims ------------------------------------------------------------------------------------------------------
 
     def message(self, request: Request) -> None:
-        """The broker delivers."""
-        now = self._clock.now
+        """The broker delivers, from fast."""
+        self._stirred = now = self._clock.now
         is_last = self._credit.message(now)
+        self._fair.fast_claimed()
+        self._claim(request)
+        if is_last:
+            self._pull()
+            self._fair.pump()
+        else:
+            self._pump()
+
+    def _claim(self, request: Request) -> None:
         request.claims += 1
         if request.accepted < 0:
-            request.accepted = now
+            request.accepted = self._clock.now
             self._fleet.listener.accepted(request)
-        key = f"{request.number}.{request.claims}"
-        self._held[key] = request
+        self._held[f"{request.number}.{request.claims}"] = request
+        self.holding[request.tenant] = self.holding.get(request.tenant, 0) + 1
         if self._fleet.defect.fatal:
             self.lose(self._fleet.settings.silence_s)
             return
         self._inbox.append(request)
         self._arrived()
-        if is_last:
-            self._pull()
+
+    def _drop(self, key: str) -> Request:
+        """It is held no more."""
+        request = self._held.pop(key)
+        left = self.holding[request.tenant] - 1
+        if left:
+            self.holding[request.tenant] = left
         else:
-            self._pump()
+            del self.holding[request.tenant]
+        if request.lane == LANE_FAIR:
+            self._fair.released(request.tenant)
+        return request
+
+    def _acknowledge(self, key: str) -> None:
+        self._broker.acknowledge(self._drop(key))
 
     def cancel(self, request: Request) -> bool:
         """The client has left. Whether this worker had its request."""
@@ -243,11 +292,13 @@ class Worker:
 
     def _free(self) -> int:
         full = self._scheduler.blocked or self.state == "draining"
-        return free_slots(self.slots, self.slots, {"": len(self._held)}, full)
+        return free_slots(self.slots, self._hold_max, self.holding, full)
 
     def _pump(self) -> None:
-        if self.listens and self._credit.is_worth_a_pull(self._free()):
-            self._pull()
+        if self.listens:
+            if self._credit.is_worth_a_pull(self._free()):
+                self._pull()
+            self._fair.pump()
 
     def _pull(self) -> None:
         now, credit = self._clock.now, self._credit
@@ -258,8 +309,48 @@ class Worker:
             self._pull_number += 1
             name, expires = str(self._pull_number), now + self._fleet.settings.pull_expires_s
             credit.pulled(name, batch, now)
+            self._stirred = now
             self._pulls.append((name, expires))
             self._broker.pull(self, name, batch, expires)
+
+    def _share(self, credit: int) -> list[tuple[str, int]]:
+        """Whose backlog to take so many requests from. The engine is told who has one."""
+        limits = {tenant: self._fleet.limits[tenant] for tenant in self._turns.tenants}
+        if limits != self._outside:
+            self._outside = limits
+            self._inbox.append(limits)
+            self._arrived()
+        if not credit or not limits:
+            return []
+        done = self._steps_done()
+        service = mean_service(self._prompt_tokens, self._generated + done * self._load.sequences, self._submitted)
+        return self._turns.share(credit, self.holding, self._standings(done), limits, service)
+
+    def _standings(self, done: int) -> dict[str, Standing]:
+        """With what `done` steps of those under way are charged for."""
+        ledger = self._scheduler.ledger
+        for account in ledger.active:
+            account.output += done * account.slots
+        standings = {tenant: ledger.standing(tenant) for tenant in self._turns.tenants}
+        for account in ledger.active:
+            account.output -= done * account.slots
+        return standings
+
+    def _steps_done(self) -> int:
+        """Of those under way."""
+        return bisect_left(self._ends, self._clock.now)
+
+    def service(self) -> dict[str, int]:
+        """What its tenants were charged so far: of those that metrics tell apart."""
+        if not self.slots:
+            return {}
+        ledger, done = self._scheduler.ledger, self._steps_done()
+        ledger.publish()
+        service = dict(ledger.service)
+        for account in ledger.active:
+            if account.tenant in service:
+                service[account.tenant] += OUTPUT_COST * done * account.slots
+        return service
 
     async def _info(self) -> ConsumerInfo:
         return self._broker.info()
@@ -269,6 +360,7 @@ class Worker:
         if request is None or request.number in self._handed_back:
             return
         self._handed_back.add(request.number)
+        self._drop(key)
         self._remove(key)
         self._broker.give_back(request)
 
@@ -355,9 +447,11 @@ class Worker:
             item = self._inbox.pop(0)
             if isinstance(item, Request):
                 self._start(item)
+            elif isinstance(item, dict):
+                self._scheduler.ledger.expect(item)
             elif item in self._held:
+                self._acknowledge(item)
                 self._remove(item)
-                self._broker.acknowledge()
                 self._pump()
 
     def _start(self, request: Request) -> None:
@@ -370,8 +464,7 @@ class Worker:
         elif self._fleet.defect.errors and self._fleet.dice.random() < self._fleet.defect.errors:
             problem = EngineFailed("the engine failed")
         if problem is not None:
-            del self._held[key]
-            self._broker.acknowledge()
+            self._acknowledge(key)
             self._fleet.listener.refused(request, problem)
             self._end_if_drained()
             return
@@ -392,13 +485,14 @@ class Worker:
             TEXT,
         )
         run.begun = now
+        self._submitted += 1
+        self._prompt_tokens += request.prompt
         (choice,) = run.choices
         choice.memo = request
         scheduler.add(choice, request.limits)
 
     def _remove(self, key: str) -> None:
-        """A run ends before its end."""
-        del self._held[key]
+        """A run ends before its end; it is held no more."""
         for choice in [*self._scheduler.running, *self._waiting()]:
             if choice.key == key:
                 choice.memo.made = len(choice.tokens) - choice.prompt_length
@@ -416,6 +510,7 @@ class Worker:
         self._whole = draws == len(plan.slices)
         scheduler.commit(plan, [0] * draws)
         fleet.steps += 1
+        self._generated += draws
         firsts = 0
         for part in others:
             choice = part.sequence
@@ -452,6 +547,7 @@ class Worker:
         if steps > done:
             scheduler.decode(steps - done)
         self._fleet.steps += steps
+        self._generated += steps * sequences
         self._begin = begin
         ends.clear()
         for choice in self._over(steps):
@@ -471,8 +567,7 @@ class Worker:
         request: Request = choice.memo
         self._scheduler.remove(choice)
         choice.run.choices.clear()  # a cycle: memory that is not wanted again
-        del self._held[choice.key]
-        self._broker.acknowledge()
+        self._acknowledge(choice.key)
         request.done = max(self._clock.now, request.first)
         self._fleet.listener.finished(request)
         self._end_if_drained()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from headrace.fleet.scenario import Length, Traffic
 from shared.errors import BadRequest
+from shared.lanes import Place
+from shared.subjects import LANE_FAST
 from workers.engine.request import TenantLimits
 
 # time, tokens in, tokens out: the Azure LLM inference traces, BurstGPT, and plain ones
@@ -36,6 +38,9 @@ class Request:
     source: int = 0  # which traffic
     given_up_at: float = math.inf  # by its client
     version: str = ""  # that it is queued for, or that answered it
+    ingress: int = 0  # which one it came to
+    place: Place | None = None  # where it is queued, until it is accepted
+    lane: str = LANE_FAST
     accepted: float = -1.0  # by a worker, for the first time
     admitted: float = -1.0  # into a batch
     first: float = -1.0  # token
@@ -56,7 +61,7 @@ class Source:
         self._starts, self._ends = starts, ends
         names = [traffic.name] if traffic.tenants == 1 else [f"{traffic.name}-{n}" for n in range(traffic.tenants)]
         self.tenants = names
-        self._limits = TenantLimits(weight=traffic.weight)
+        self.limits = TenantLimits(weight=traffic.weight, priority=traffic.priority)
 
     def open(self) -> Iterator[Request]:
         """The requests that come at their own times, in order."""
@@ -123,7 +128,7 @@ class Source:
         tenant = self.tenants[draw.randrange(len(self.tenants))] if len(self.tenants) > 1 else self.tenants[0]
         stem = draw.randrange(traffic.prefixes) if traffic.prefix else 0
         request = Request(
-            0, tenant, self._limits, prompt, output, stem, min(traffic.prefix, prompt), at, source=self._place
+            0, tenant, self.limits, prompt, output, stem, min(traffic.prefix, prompt), at, source=self._place
         )
         if traffic.cancelled and draw.random() < traffic.cancelled:
             request.given_up_at = at + draw.expovariate(1 / traffic.cancelled_after_s)

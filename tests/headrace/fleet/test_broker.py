@@ -31,7 +31,7 @@ def test_open_pulls_are_served_in_turn() -> None:
         broker.publish(request(number))
     assert (one.got, two.got) == ([0, 2, 3], [1])
     assert (broker.pending, broker.claimed) == (2, 4)
-    broker.acknowledge()
+    broker.acknowledge(request(0))
     assert broker.info().num_ack_pending == 3
 
 
