@@ -6,6 +6,7 @@ A pull never waits: it takes what is there. So a tenant's backlog costs somethin
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -34,16 +35,18 @@ class FairPuller:
         bus: Bus,
         version: Version,
         turns: Turns,
+        spare_max: int,
         free: Callable[[], int],
         fast_quiet_s: Callable[[float], float],
-        held: Callable[[], dict[str, int]],
+        held: Callable[[], Counter[str]],
         share: Callable[[int], list[tuple[str, int]]],
         on_message: Callable[[Message], None],
     ) -> None:
-        """`free`: requests that can be taken. `held`: messages of the lane that this worker has, by tenant. `share(credit)`:
-        what to pull of whom."""
+        """`spare_max`: slots that may be kept from backlogs. `free`: requests that can be taken. `held`: messages of the
+        lane that this worker has, by tenant. `share(credit)`: what to pull of whom."""
         self._bus, self._model, self._version = bus, version.model, version.version
-        self._turns, self._held, self._rhythm = turns, held, Rhythm(turns, free, fast_quiet_s)
+        self._turns, self._held = turns, held
+        self._rhythm = Rhythm(turns, spare_max, free, fast_quiet_s, lambda: held().total())
         self._share, self._on_pulled = share, on_message
         self._inbox = f"{bus.inbox}_fair.{new_id()}"
         self._pulls: dict[str, tuple[str, float]] = {}  # inbox: tenant, when it is lost
@@ -80,12 +83,12 @@ class FairPuller:
 
     def pump(self) -> None:
         """Credit may have grown."""
-        if not self._wake.is_set() and self._rhythm.is_worth_a_turn():
+        if not self._wake.is_set() and self._rhythm.is_worth_a_turn(asyncio.get_running_loop().time()):
             self._wake.set()
 
     def fast_claimed(self) -> None:
         """A request was claimed from `fast`."""
-        if self._rhythm.fast_claimed():
+        if self._rhythm.fast_claimed(asyncio.get_running_loop().time()):
             self._wake.set()
 
     def _reset(self) -> None:
@@ -126,7 +129,7 @@ class FairPuller:
     async def _look(self, now: float) -> None:
         lane = subjects.requests_of_lane(self._model, self._version, subjects.LANE_FAIR)
         stored = await self._bus.subject_counts(subjects.REQ_STREAM, lane)
-        held = self._held() if stored else {}
+        held = self._held() if stored else Counter()
         waiting = {}
         for subject, count in stored.items():
             with contextlib.suppress(ValueError):  # nobody's name

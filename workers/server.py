@@ -87,6 +87,7 @@ class WorkerServer:
             bus,
             version,
             self._turns,
+            engine.info.slots - self._hold_max,
             self._free,
             self._puller.quiet_s,
             self._table.of_lane_fair,

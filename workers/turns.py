@@ -5,6 +5,7 @@ guess, and a pull that finds nothing corrects it.
 """
 
 import heapq
+import math
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -13,6 +14,7 @@ from workers.engine.fairness import OUTPUT_COST, PROMPT_COST
 from workers.engine.request import Standing, TenantLimits
 
 UNBATCHED_PART = 8  # one of so many of what a tenant may hold may wait for the batch, and it is still given more
+SURE_PART = 8  # one of so many is for backlogs, however busy `fast` is
 
 
 def mean_service(prompt_tokens: int, output_tokens: int, requests: int) -> float:
@@ -32,6 +34,7 @@ class Turns:
     def __init__(self, hold_max: int) -> None:
         """`hold_max`: requests of any one tenant that the batch has room for."""
         self._hold_max = hold_max
+        self.sure = math.ceil(hold_max / SURE_PART)  # requests that the lane may hold, however busy `fast` is
         self._queues: dict[str, _Queue] = {}
 
     def __bool__(self) -> bool:

@@ -26,6 +26,7 @@ class FairSide:
         broker: Broker,
         settings: Settings,
         turns: Turns,
+        spare_max: int,
         free: Callable[[], int],
         fast_quiet_s: Callable[[float], float],
         share: Callable[[int], list[tuple[str, int]]],
@@ -34,8 +35,8 @@ class FairSide:
         """As of the production's `FairPuller`."""
         self._clock, self._broker, self._settings = clock, broker, settings
         self._turns, self._free, self._share, self._on_pulled = turns, free, share, on_message
-        self._rhythm = Rhythm(turns, free, lambda now: fast_quiet_s(now) + ROUNDING_S)
         self.held: Counter[str] = Counter()  # messages of the lane that this worker has, by tenant
+        self._rhythm = Rhythm(turns, spare_max, free, lambda now: fast_quiet_s(now) + ROUNDING_S, self.held.total)
         self._used: dict[str, float] = {}  # consumers that are there, and when they were last pulled from
         self._free_then = -1  # when it was last asked
         self._next_at = 0.0
@@ -53,18 +54,18 @@ class FairSide:
         """Credit may have grown. Asked for at any step edge, it does the same as at those where something changed."""
         if self._turns and (free := self._free()) != self._free_then:
             self._free_then = free
-            if self._rhythm.is_worth_a_turn():
+            if self._rhythm.is_worth_a_turn(self._clock.now):
                 self._wake()
 
     def fast_claimed(self) -> None:
         """A request was claimed from `fast`."""
-        if self._rhythm.fast_claimed():
+        if self._rhythm.fast_claimed(self._clock.now):
             self._wake()
 
     def hinted(self, tenants: Sequence[str] | None) -> None:
         before = len(self._turns.tenants)
         self._rhythm.hinted(tenants, self._used)
-        if self._rhythm.is_worth_a_turn() or len(self._turns.tenants) != before:
+        if self._rhythm.is_worth_a_turn(self._clock.now) or len(self._turns.tenants) != before:
             self._wake()
         elif (at := self._rhythm.next_at(self._clock.now)) < self._next_at:
             self._turn_at(max(at, self._clock.now))

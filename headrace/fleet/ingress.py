@@ -7,7 +7,7 @@ from headrace.fleet.clock import Clock
 from headrace.fleet.control import MODEL
 from headrace.fleet.workload import Request
 from ingress.admission import Admission
-from shared.lanes import LaneSwitch
+from shared.lanes import LaneSwitch, Place
 from shared.settings import Settings
 from shared.subjects import LANE_FAIR
 from shared.wakes import EVERY_S
@@ -48,11 +48,21 @@ class Ingress:
             request.lane = self.lanes.lane(request.tenant, MODEL, version)
             self._publish(request, version)
 
+    def accepted(self, request: Request, path_s: float) -> None:
+        """A worker has it, which is known here after `path_s`: what comes meanwhile still finds it waiting."""
+        if request.place is not None:
+            self._clock.at(self._clock.now + path_s, self._heard, (request, request.place))
+
     def left(self, request: Request) -> None:
-        """A request waits no more: a worker has accepted it, or it was taken back."""
-        assert request.place is not None, "it is counted once"
-        self.lanes.leave(request.place)
-        request.place = None
+        """It waits no more."""
+        if request.place is not None:
+            self.lanes.leave(request.place)
+            request.place = None
+
+    def _heard(self, accepted: tuple[Request, Place]) -> None:
+        request, place = accepted
+        if request.place is place:
+            self.left(request)
 
     def _enter(self, request: Request, version: str) -> None:
         request.place = self.lanes.enter(request.tenant, MODEL, version)

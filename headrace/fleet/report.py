@@ -45,6 +45,9 @@ class TenantResult(Struct, frozen=True, kw_only=True):
     ttft_ms: Spread
     service: int  # prompt tokens + 2 x output tokens, as the ledger counts
     service_per_weight: float
+    served: int  # the same of whatever was computed during the measured time, whenever it came and ended
+    waiting: float  # requests that no worker had taken, on average
+    held: float  # those that workers had
 
 
 class VersionResult(Struct, frozen=True, kw_only=True):
@@ -130,6 +133,9 @@ class Records:
         self.worker_s: defaultdict[str, float] = defaultdict(float)  # by version
         self.tenants: list[str] = []
         self.weights: list[float] = []
+        self.served: Counter[str] = Counter()  # by tenant
+        self.waiting: Counter[str] = Counter()  # by tenant: the sum over all samples
+        self.held: Counter[str] = Counter()
         self._tenant_numbers: dict[str, int] = {}
         self.asked: dict[int, int] = {}
         self.version: list[str] = []
@@ -207,7 +213,7 @@ def summarise(
     tokens = int(output.sum())
     worker_s = sum(records.worker_s.values())
     usd = sum(seconds / 3600 * fleets[name].profile.usd_per_hour for name, seconds in records.worker_s.items())
-    tenants, jain = _tenants(records, ttft)
+    tenants, jain = _tenants(records, ttft, max(1, len(samples)))
     cached, computed = (
         sum(getattr(each, name) for each in fleets.values()) for name in ("cached_tokens", "prompt_tokens")
     )
@@ -292,7 +298,7 @@ def _rollout(
     )
 
 
-def _tenants(records: Records, ttft: Any) -> tuple[dict[str, TenantResult], float]:
+def _tenants(records: Records, ttft: Any, samples: int) -> tuple[dict[str, TenantResult], float]:
     tenant = np.asarray(records.tenant)
     service = np.asarray(records.prompt) + 2 * np.asarray(records.output)
     found, shares = {}, []
@@ -307,6 +313,9 @@ def _tenants(records: Records, ttft: Any) -> tuple[dict[str, TenantResult], floa
                 ttft_ms=_spread(ttft[own]),
                 service=got,
                 service_per_weight=_rounded(shares[-1]),
+                served=records.served[name],
+                waiting=_rounded(records.waiting[name] / samples),
+                held=_rounded(records.held[name] / samples),
             )
     squares = sum(each * each for each in shares)
     return dict(sorted(found.items())), _rounded(sum(shares) ** 2 / (len(shares) * squares)) if squares else 1.0

@@ -151,7 +151,8 @@ class Simulation:
         try:
             resolved = self._router.resolve(MODEL, None, f"{self.scenario.seed} {request.number}")
             request.version = resolved.version.version
-            ingress.check(request)
+            if ingress is not self._direct:
+                ingress.check(request)
         except HeadraceError as error:
             self.refused(request, error)
             return
@@ -168,14 +169,12 @@ class Simulation:
             return
         self._records.cancelled(request)
         if self._fleets[request.version].broker.withdraw(request):
-            if request.place is not None:
-                self.accepted(request)
+            self._ingress_of(request).left(request)
         else:
             any(worker.cancel(request) for worker in self.workers.values() if worker.slots)
 
     def accepted(self, request: Request) -> None:
-        """It waits no more."""
-        self._ingress_of(request).left(request)
+        self._ingress_of(request).accepted(request, self.scenario.fleet.path_ms / 1e3)
 
     def finished(self, request: Request) -> None:
         self._records.finished(request)
@@ -256,9 +255,21 @@ class Simulation:
 
     # -- what is seen ------------------------------------------------------------------------------------------------
 
+    def _service(self) -> Counter[str]:
+        """What tenants were charged so far."""
+        total: Counter[str] = Counter()
+        for fleet in self._fleets.values():
+            total.update(fleet.service)
+        for worker in self.workers.values():
+            total.update(worker.service())
+        return total
+
     def _sample(self, _: object) -> None:
         now = self._clock.now
+        if not self._samples:
+            self._records.served.subtract(self._service())
         if now >= self._ends:
+            self._records.served.update(self._service())
             for worker in self.workers.values():
                 self._records.worker_s[worker.version] += max(0.0, self._ends - max(worker.started, self._starts))
             return
@@ -273,6 +284,10 @@ class Simulation:
                 versions=dict(Counter(worker.version for worker in self.workers.values())) if self._rollout else {},
             )
         )
+        for ingress in (*self._ingresses, self._direct):
+            self._records.waiting.update({tenant: ingress.lanes.queued(tenant) for tenant in self._limits})
+        for worker in self.workers.values():
+            self._records.held.update(worker.holding)
         self._clock.at(min(self._ends, now + self.scenario.seconds / SAMPLES), self._sample)
 
 

@@ -166,6 +166,7 @@ class Worker:
             self._broker,
             settings,
             self._turns,
+            fleet.slots - self._hold_max,
             self._free,
             lambda now: now - self._stirred if self._credit.outstanding else 0.0,
             self._share,
