@@ -191,8 +191,10 @@ class ClaimTable:
         kept = self._kept.get(attach.rid)
         if claim is None and kept is not None and self._fits(kept[0], attach):
             history = kept[0].history
-            if history is not None and history.match(attach) is Match.EXTENDS:
-                self._serve(kept[0], attach, now, actions)
+            if history is not None:
+                history.unpack()
+                if history.match(attach) is Match.EXTENDS:
+                    self._serve(kept[0], attach, now, actions)
         elif claim is not None and self._fits(claim, attach):
             self._attach(claim, attach, now, actions)
         if not actions and not broadcast:
@@ -561,6 +563,7 @@ class ClaimTable:
             claim.delivery = msgspec.structs.replace(claim.delivery, request=request)
             self._kept[claim.rid] = (claim, now + self.limits.history_kept_s)
             self._kept_tokens += claim.history.tokens
+            claim.history.pack()
             while self._kept_tokens > self.limits.history_tokens_max:
                 self._forget_kept(next(iter(self._kept)))
 

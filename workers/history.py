@@ -2,11 +2,18 @@
 
 import enum
 
+import msgspec
+
 from shared.wire import Attach, Frame, Logprob, Usage, digest
 from workers.engine.request import TokenEvent
 
 FRAME_TOKENS_MAX = 256  # of one frame when a subscriber is brought up to date
 FRAME_SCORED_MAX = 32  # with log probabilities, of which a token can have twenty
+
+
+_Contents = list[tuple[list[int], list[str], list[Logprob] | None]]  # ids, text and log probabilities, by choice
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(_Contents).decode
 
 
 class Match(enum.Enum):
@@ -62,17 +69,28 @@ def positions_of(attach: Attach) -> list[int]:
 class History:
     """The choices of one run and, at its end, its usage."""
 
-    __slots__ = ("choices", "unfinished", "usage")
+    __slots__ = ("_packed", "choices", "tokens", "unfinished", "usage")
 
     def __init__(self, prefix: list[list[int]], scores: bool) -> None:
         """`scores`: log probabilities were asked for."""
         self.choices = [Choice(ids, scores) for ids in prefix]
         self.unfinished = len(prefix)
         self.usage: Usage | None = None
+        self.tokens = sum(map(len, prefix))  # of all choices
+        self._packed = b""
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(choice.ids) for choice in self.choices)
+    def pack(self) -> None:
+        """Take little room until `unpack`: a token is six bytes then, and not a hundred in three objects."""
+        self._packed = _pack([(choice.ids, choice.text, choice.logprobs) for choice in self.choices])
+        for choice in self.choices:
+            choice.ids, choice.text, choice.logprobs = [], [], None
+
+    def unpack(self) -> None:
+        """Be as before `pack`."""
+        if self._packed:
+            for choice, contents in zip(self.choices, _unpack(self._packed), strict=True):
+                choice.ids, choice.text, choice.logprobs = contents
+            self._packed = b""
 
     def append(self, event: TokenEvent) -> int:
         """Take in what a step added; the index of its first token."""
@@ -82,6 +100,7 @@ class History:
             choice.text = event.before + choice.text
             choice.base = 0
         choice.ids += event.ids
+        self.tokens += len(event.ids)
         choice.text += event.text
         if event.logprobs is not None:
             choice.logprobs = (choice.logprobs or []) + event.logprobs

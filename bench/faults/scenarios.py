@@ -1,6 +1,7 @@
 """The scenarios of `bench/chaos.py`: what is broken, how often, and what clients may then see."""
 
 import asyncio
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from shared import subjects
 QUESTIONS = 300
 MODEL_QUESTIONS = 20
 WARM_S = 120.0  # memory is measured after it
-SAMPLE_S = 1.0  # a saw-tooth has its peaks for seconds only
+SAMPLE_S = 1.0
 GROWTH_MAX = 0.01  # of resident memory, a minute
 
 
@@ -211,19 +212,18 @@ class Memory:
     def notes(self, report: Report, steady: bool) -> list[str]:
         """Growth of each process that was there for a minute after the warm-up; too much of it is a problem.
 
-        It is that of the peaks, from the first half to the second: a broker's memory falls each time that it begins a
-        new block of a stream. `steady`: no process dies, so that nothing has a new state to get used to.
+        It is the slope of the line that fits best, of the mean: a broker's memory is a saw-tooth, of which no two points
+        tell anything. `steady`: no process dies, so that nothing has a new state to get used to.
         """
         notes = []
         for (name, pid), samples in sorted(self._samples.items()):
             late = [(at, size) for at, size in samples if at >= WARM_S and size]
             if len(late) < 60:
                 continue
-            middle = (late[0][0] + late[-1][0]) / 2
-            before, after = (max(size for at, size in late if (at > middle) == second) for second in (False, True))
-            share = (after / before - 1) / ((middle - late[0][0]) / 60)
+            line = statistics.linear_regression([at / 60 for at, _ in late], [size for _, size in late])
+            share = line.slope / statistics.fmean(size for _, size in late)
             notes.append(
-                f"{name}: {late[0][1] >> 20} -> {late[-1][1] >> 20} MiB, peaks {before >> 20} -> {after >> 20}, "
+                f"{name}: {late[0][1] >> 20} -> {late[-1][1] >> 20} MiB, at most {max(size for _, size in late) >> 20}, "
                 f"{100 * share:+.2f}% a minute, {processor_seconds(pid):.0f} s of CPU"
             )
             if steady and share > GROWTH_MAX:

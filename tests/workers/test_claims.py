@@ -524,6 +524,22 @@ def test_a_finished_history_is_kept_for_a_time() -> None:
     assert claims.attach(attach("s4", [[1]], AWAY), True, 61.0) == []
 
 
+def test_a_kept_history_takes_little_room_and_loses_nothing() -> None:
+    ids = list(range(1000, 1100))
+    claims = claimed()
+    claims.tokens([event(claims, ids, logprobs=scored(ids))], 0.0)
+    claims.attach(attach("s1", [[]]), False, 0.0)
+    finish(claims, [7])
+    before = items(Frame, claims.attach(attach("s2", [[1000]]), False, 0.2))
+    only(Ack, claims.release(release(sid="s2"), 0.3))
+    history = claims._kept["rid"][0].history
+    assert history is not None
+    assert history.choices[0].ids == []
+    after = items(Frame, claims.attach(attach("s2", [[1000]]), False, 0.4))
+    assert after == before
+    assert (sum(len(frame.ids) for frame in after), after[0].logprobs) == (100, scored(ids)[1 : FRAME_SCORED_MAX + 1])
+
+
 def test_a_kept_history_does_not_keep_the_prompt() -> None:
     claims = serving([1])
     finish(claims, [2])
