@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import inspect
 import re
 import signal
 import stat
@@ -215,7 +214,7 @@ def test_every_subject_is_known_to_these_tests() -> None:
     functions = {
         name
         for name, value in vars(subjects).items()
-        if inspect.isfunction(value) and value.__module__ == subjects.__name__ and not name.startswith("_")
+        if callable(value) and value.__module__ == subjects.__name__ and not name.startswith("_")
     }
     assert functions == set(FAMILIES) | NO_SUBJECTS
     assert set(FAMILIES) & NO_SUBJECTS == set()
