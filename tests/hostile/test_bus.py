@@ -214,8 +214,8 @@ def test_no_attach_or_release_stops_a_worker(target: Target) -> None:
         mine = FakeWorker(target, "me")
         address = subjects.frame_address(TENANT, wire.new_id())
         await mine.start(address)
-        control = subjects.worker_control(target.one.name)
-        broadcast = subjects.attach_broadcast(MODEL, VERSION)
+        control = subjects.worker_control(target.one.name, TENANT)
+        broadcast = subjects.attach_broadcast(MODEL, VERSION, TENANT)
         rids = []
         for number in range(20):
             asked = request(sampling={"max_tokens": 30, "n": 1 + number % 2})
@@ -245,8 +245,8 @@ def test_no_word_about_a_request_stops_anybody(target: Target) -> None:
         assign = [msgspec.msgpack.encode(["x", VERSION, False, 2**63]), msgspec.msgpack.encode(["x", "", True, 0])]
         wake = [b"", b'["acme"]', b'["a","b"]']
         for subject, valid in (
-            (subjects.FIND, about),
-            (subjects.CANCEL, about),
+            (subjects.find(TENANT), about),
+            (subjects.cancel(TENANT), about),
             (subjects.worker_assign(target.one.name), assign),
             (subjects.wake(MODEL, VERSION), wake),
         ):
@@ -315,7 +315,7 @@ def test_no_frame_stops_an_ingress(target: Target) -> None:
         await target.parked()
         rng = random.Random(SEED)
         worker = FakeWorker(target, "hostile-worker")
-        await worker.start(subjects.worker_control(worker.name))
+        await worker.start(subjects.worker_control(worker.name, subjects.INGRESS_OWNER))
         for number in range(count(12)):
             await one(number, rng, worker)
         await target.answers()
