@@ -17,6 +17,16 @@ from .corpus import SEED, WHOLE, count, misfits, mutations, raw_json, words
 AT_ONCE = 16
 CODES = {error.code for error in tree(errors.HeadraceError)}
 SMALL = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 5, "stop": ["zzz"], "logit_bias": {"5": 1.0}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}, "strict": True},
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOLD: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+]
 ROUTES: list[tuple[str, list[dict[str, Any]]]] = [
     (
         "/v1/chat/completions",
@@ -25,6 +35,14 @@ ROUTES: list[tuple[str, list[dict[str, Any]]]] = [
             {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "n": 2},
             {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2},
             {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "guided_json": {"type": "object"}},
+            {"model": MODEL, "messages": TOLD, "tools": [TOOL], "tool_choice": "auto", "max_tokens": 3},
+            {
+                "model": MODEL,
+                "messages": TOLD,
+                "tools": [TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+                "parallel_tool_calls": False,
+            },
             {
                 "model": MODEL,
                 "messages": [{"role": "user", "content": "hi"}],
