@@ -17,6 +17,7 @@ from .corpus import SEED, VALUES, WHOLE, RawNats, count, head, misfits, mutation
 TENANT = "acme"
 VERSION = "v"
 HEAD_BYTES_MAX = 65_535  # that JetStream stores
+ODD_TOKENS = ["=FF", "=ZZ", "x" * 300, "=61", "%"]  # in the place of who speaks
 FAST = subjects.request(MODEL, VERSION, subjects.LANE_FAST, TENANT)
 FAIR = subjects.request(MODEL, VERSION, subjects.LANE_FAIR, TENANT)
 
@@ -214,8 +215,9 @@ def test_no_attach_or_release_stops_a_worker(target: Target) -> None:
         mine = FakeWorker(target, "me")
         address = subjects.frame_address(TENANT, wire.new_id())
         await mine.start(address)
-        control = subjects.worker_control(target.one.name, TENANT)
-        broadcast = subjects.attach_broadcast(MODEL, VERSION, TENANT)
+        own = [subjects.worker_control(target.one.name, TENANT), subjects.attach_broadcast(MODEL, VERSION, TENANT)]
+        others = [subjects.worker_control(target.one.name, owner) for owner in ("ingress", "other")]
+        others += [f"ctl.worker.{target.one.name}.items.{token}" for token in ODD_TOKENS]
         rids = []
         for number in range(20):
             asked = request(sampling={"max_tokens": 30, "n": 1 + number % 2})
@@ -227,7 +229,8 @@ def test_no_attach_or_release_stops_a_worker(target: Target) -> None:
         sent += mutations([msgspec.msgpack.encode(each) for each in valid], 800, "attaches")
         sent += [msgspec.json.encode(each) for each in valid] + WHOLE
         for number, data in enumerate(sent):
-            await target.bus.publish(broadcast if number % 5 == 0 else control, data, reply="nobody.listens")
+            places = others if number % 4 == 0 else own
+            await target.bus.publish(places[number // 4 % len(places)], data, reply="nobody.listens")
             if number % 100 == 0:
                 await target.answers()
         await target.answers()
@@ -245,8 +248,8 @@ def test_no_word_about_a_request_stops_anybody(target: Target) -> None:
         assign = [msgspec.msgpack.encode(["x", VERSION, False, 2**63]), msgspec.msgpack.encode(["x", "", True, 0])]
         wake = [b"", b'["acme"]', b'["a","b"]']
         for subject, valid in (
-            (subjects.find(TENANT), about),
-            (subjects.cancel(TENANT), about),
+            *((what(owner), about) for what in (subjects.find, subjects.cancel) for owner in (TENANT, "ingress")),
+            *((f"ctl.requests.{what}.{token}", about) for what in ("find", "cancel") for token in ODD_TOKENS[:2]),
             (subjects.worker_assign(target.one.name), assign),
             (subjects.wake(MODEL, VERSION), wake),
         ):
@@ -315,7 +318,7 @@ def test_no_frame_stops_an_ingress(target: Target) -> None:
         await target.parked()
         rng = random.Random(SEED)
         worker = FakeWorker(target, "hostile-worker")
-        await worker.start(subjects.worker_control(worker.name, subjects.INGRESS_OWNER))
+        await worker.start(subjects.worker_control(worker.name, None))
         for number in range(count(12)):
             await one(number, rng, worker)
         await target.answers()

@@ -257,7 +257,7 @@ def test_the_document_describes_the_routes(settings: Settings) -> None:
         assert made["requestBody"]["content"]["application/json"]["schema"] == {
             "$ref": "#/components/schemas/NewDeployment"
         }
-        assert set(made["responses"]) == {"202"}
+        assert set(made["responses"]) == {"202", "default"}
         listed = document["paths"]["/v1/deployments"]["get"]
         assert [parameter["name"] for parameter in listed["parameters"]] == ["model"]
         for command in ("rollback", "pause", "resume", "promote"):
