@@ -26,7 +26,12 @@ def free_slots(slots: int, hold_max: int, holding: Mapping[str, int], full: bool
     `hold_max`: of one tenant, for which the batch has room: what it has over that keeps no slot from others.
     `full`: it drains, or one waits for room already: others would only wait too, and another worker may have room for them.
     """
-    return 0 if full else slots - sum(min(count, hold_max) for count in holding.values())
+    if full:
+        return 0
+    counts = holding.values()
+    if max(counts, default=0) <= hold_max:  # as it mostly is: this is asked at every step
+        return slots - sum(counts)
+    return slots - sum(min(count, hold_max) for count in counts)
 
 
 class HandBack:

@@ -285,9 +285,11 @@ class Simulation:
             )
         )
         for ingress in (*self._ingresses, self._direct):
-            self._records.waiting.update({tenant: ingress.lanes.queued(tenant) for tenant in self._limits})
+            for tenant in self._limits if ingress.lanes.queued_of_all else ():
+                self._records.waiting[tenant] += ingress.lanes.queued(tenant)
         for worker in self.workers.values():
-            self._records.held.update(worker.holding)
+            for tenant, count in worker.holding.items():
+                self._records.held[tenant] += count
         self._clock.at(min(self._ends, now + self.scenario.seconds / SAMPLES), self._sample)
 
 

@@ -228,7 +228,7 @@ def test_while_the_broker_pauses_requests_wait() -> None:
 def test_a_tenant_with_too_many_waiting_is_refused() -> None:
     flood = Traffic(kind="flood", name="flooder", count=200, at_s=2.0)
     result = simulate(scenario([Traffic(rate=5), flood], settings=Settings(tenant_queue_max=50), seconds=10.0))
-    assert 0 < result.refused["queue_full"] < 150
+    assert result.refused["queue_full"] == 150  # of those that come in one moment
     assert result.tenants["tenant"].finished == result.tenants["tenant"].requests
 
 
