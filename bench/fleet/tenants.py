@@ -8,7 +8,7 @@ generations, by the ingresses or over NATS itself, or keeps as many open as work
 equally full and nothing waits. With the flood the p99 of the quiet one's time to the first token is to be at most 1.2 times
 that, and at most that of the fleet without the loud one and two full steps.
 others: the same on 144 GPUs beside 20 tenants with 1,000 requests a second in all, of which the worst is to keep the bounds,
-too. The flood comes all at once, when the measured time begins.
+too. The flood comes all at once, when the measured time begins. The first bound is 1.2 times the larger of both other rows.
 shares: weights 1 to 5, all with more than they can get, by lanes and first come, first served (a burst without limit).
 
 docs/tenancy.md has the figures. The exit status is 1 where a bound is missed.
@@ -96,7 +96,8 @@ class Flood:
         full = self._row("keeps the batch full", [loud(held)])
         holds = True
         for tenant, p99 in self._p99.items():
-            bounds = TTFT_RATIO_MAX * p99["keeps the batch full"], p99["is not there"] + FULL_STEPS * full.gap_ms.p50
+            alone = p99["is not there"]
+            bounds = TTFT_RATIO_MAX * max(alone, p99["keeps the batch full"]), alone + FULL_STEPS * full.gap_ms.p50
             worst = max(p99[name] for name in floods)
             holds = holds and worst <= min(bounds)
             print(f"\n{tenant}: {worst:.1f} ms with the flood; bounds: {bounds[0]:.1f} and {bounds[1]:.1f} ms")
