@@ -18,6 +18,7 @@ LOOK_HINTED_S = 0.05  # at least, where hints tell of more than is known
 QUIET_S = 0.003  # `fast` has had credit and no message for so long: it has no use for it
 STUCK_S = 0.02  # between two tries to share credit among tenants that may not have more
 FAST_MAX = 7  # claims from `fast` in a row while something waits in `fair`
+TURN_MAX = 2  # of a turn: more follow at once, and other workers take theirs in between
 SPARE_S = 10.0  # a claim from `fast` keeps a slot free for so long
 
 
@@ -92,7 +93,7 @@ class Rhythm:
         else:
             due = credit >= 0 and self._fast_run >= FAST_MAX and self._held() < self._turns.sure
             credit = int(due)  # over what is free: `fast` gets one less for it
-        return max(0, credit)
+        return max(0, min(credit, TURN_MAX))
 
     def shared(self, credit: int, pulls: int) -> None:
         """So many pulls are sent of a turn's credit."""

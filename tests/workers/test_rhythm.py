@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from workers.rhythm import FAST_MAX, LOOK_HINTED_S, LOOK_S, QUIET_S, SPARE_S, STUCK_S, Rhythm
+from workers.rhythm import FAST_MAX, LOOK_HINTED_S, LOOK_S, QUIET_S, SPARE_S, STUCK_S, TURN_MAX, Rhythm
 from workers.turns import Turns
 
 
@@ -32,9 +32,10 @@ def test_what_fast_has_no_use_for_is_shared() -> None:
     worker.turns.look({"a": 5})
     assert rhythm.is_worth_a_turn(100.0)
     assert rhythm.next_at(100.0) == 100.0 + QUIET_S
-    assert rhythm.credit(100.0) == 20
+    assert rhythm.credit(100.0) == TURN_MAX  # all at once would go to the workers that are first
     worker.turns.pulled("a", 3)
-    assert rhythm.credit(100.0) == 17
+    worker.free = 4
+    assert rhythm.credit(100.0) == 1
     worker.quiet_s = 0.0
     assert rhythm.credit(100.0) == 0
 
