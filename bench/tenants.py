@@ -4,8 +4,8 @@
     python bench/tenants.py --workers 1 --model DIRECTORY      a real model: safetensors
 
 Real processes: NATS, a controller, workers; the requesters of all tenants are in this one. First the quiet tenant is
-alone, then the loud one keeps the batch full with nothing waiting, then it keeps 500 long generations open. Two steps of the
-full batch are added to the first to have the second bound. Then five tenants with weights 1 to 5 are backlogged, once by
+alone, then the loud one keeps the batch full with nothing waiting, then it keeps 500 long generations open, and then it does so
+as a requester of its own over NATS. Two steps of the full batch are added to the first to have the second bound. Then five tenants with weights 1 to 5 are backlogged, once by
 lanes, and once first come, first served (a burst without limit), in turn. docs/tenancy.md has the figures. The exit status
 is 1 where a bound is missed.
 """
@@ -51,6 +51,7 @@ class Bench:
         self.lanes = Dispatcher(fleet.bus, fleet.settings)
         replace = msgspec.structs.replace
         self.backlogged = Dispatcher(fleet.bus, replace(fleet.settings, tenant_burst=options.burst))
+        self.direct = Dispatcher(fleet.bus, fleet.settings, "loud")
         self.in_turn = Dispatcher(fleet.bus, replace(fleet.settings, tenant_burst=10**9))
         self.service: Counter[str] = Counter()  # by tenant: prompt tokens and twice the output
         self.tokens = 0
@@ -63,9 +64,13 @@ class Bench:
             await self.fleet.bus.kv_put(subjects.TENANTS_BUCKET, subjects.key(name), record)
         shares = TenantShares()
         await shares.start(self.fleet.bus)
-        for dispatcher in (self.lanes, self.backlogged, self.in_turn):
+        for dispatcher in self.dispatchers:
             dispatcher.lanes.weight = shares.weight
             await dispatcher.start()
+
+    @property
+    def dispatchers(self) -> list[Dispatcher]:
+        return [self.lanes, self.direct, self.backlogged, self.in_turn]
 
     async def ask(self, dispatcher: Dispatcher, tenant: str, words: int, tokens: int) -> float:
         """One request to its end; seconds to its first token."""
@@ -131,20 +136,26 @@ class Bench:
         print("| the loud tenant | open | waiting | quiet TTFT p50 / p99 ms | step ms |\n|---|---|---|---|---|")
         p99: dict[str, float] = {}
         step_ms = 0.0
-        for name, count in (("is not there", 0), ("keeps the batch full", slots), ("floods", options.flood)):
+        for name, count, loud in (
+            ("is not there", 0, self.lanes),
+            ("keeps the batch full", slots, self.lanes),
+            ("floods", options.flood, self.lanes),
+            ("floods over NATS", options.flood, self.direct),
+        ):
             await self.settled()
             self.step_s.clear()
-            with self.load(self.lanes, {"loud": count}, (options.long, options.long)):
+            with self.load(loud, {"loud": count}, (options.long, options.long)):
                 await asyncio.sleep(WARM_S if count else 0.5)
-                waiting = self.lanes.queued("loud")
+                waiting = loud.queued("loud")
                 found = await self.quiet_ttft(options.samples)
             p99[name] = quantile_ms(found, 0.99)
             step_ms = 1e3 * statistics.median(self.step_s) if self.step_s else 0.0
             row = f"{quantile_ms(found, 0.5):.1f} / {p99[name]:.1f} | {step_ms:.1f}"
             print(f"| {name} | {count} | {waiting} | {row} |", flush=True)
-        solo, full, flooded = p99.values()
+        solo, full, *floods = p99.values()
+        flooded = max(floods)
         bounds = TTFT_RATIO_MAX * full, solo + FULL_STEPS * step_ms
-        print(f"\n{flooded:.1f} ms with the flood; bounds: {bounds[0]:.1f} ms ({TTFT_RATIO_MAX} times full), ", end="")
+        print(f"\n{flooded:.1f} ms with a flood; bounds: {bounds[0]:.1f} ms ({TTFT_RATIO_MAX} times full), ", end="")
         print(f"{bounds[1]:.1f} ms (alone and {FULL_STEPS} full steps)\n")
         return flooded <= min(bounds)
 
@@ -206,7 +217,7 @@ async def run(options: argparse.Namespace) -> bool:
             if "shares" in options.what:
                 results.append(await bench.backlog())
             await bench.settled()
-            for dispatcher in (bench.lanes, bench.backlogged, bench.in_turn):
+            for dispatcher in bench.dispatchers:
                 await dispatcher.close()
     return all(results)
 

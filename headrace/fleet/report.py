@@ -11,9 +11,9 @@ import numpy as np
 from msgspec import Struct
 
 from headrace.fleet.control import Control
+from headrace.fleet.pool import GAP_BUCKETS_PER_MS, Fleet
 from headrace.fleet.rollout import NEW, OLD, Caught, Rollout
 from headrace.fleet.scenario import Scenario
-from headrace.fleet.worker import GAP_BUCKETS_PER_MS, Fleet
 from headrace.fleet.workload import Request
 from shared.errors import HeadraceError
 from shared.rollouts import Event, reason_of_rollback

@@ -11,11 +11,12 @@ from headrace.fleet.broker import Broker
 from headrace.fleet.clock import Clock
 from headrace.fleet.control import MODEL, Control, Decide
 from headrace.fleet.ingress import Ingress
+from headrace.fleet.pool import Defect, Fleet
 from headrace.fleet.profiles import Profile
 from headrace.fleet.report import Records, Result, Sample, summarise
 from headrace.fleet.rollout import NEW, OLD, Rollout
 from headrace.fleet.scenario import Fault, Scenario
-from headrace.fleet.worker import Defect, Fleet, Worker
+from headrace.fleet.worker import Worker
 from headrace.fleet.workload import Request, Source
 from shared.errors import HeadraceError
 from shared.records import ALL_TRAFFIC, Route, Version, Weight

@@ -5,29 +5,22 @@ meanwhile ends it at the next step edge. A test shows that nothing depends on th
 """
 
 import math
-import random
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Any
 
-from headrace.fleet.broker import Broker
-from headrace.fleet.clock import Clock
 from headrace.fleet.fair import FairSide
-from headrace.fleet.profiles import Profile
+from headrace.fleet.pool import GAP_BUCKETS_PER_MS, Fleet
 from headrace.fleet.workload import Request
 from shared.errors import ContextLength, EngineFailed, HeadraceError
 from shared.pull import Credit
-from shared.records import EngineSettings
-from shared.settings import Settings
 from shared.streams import ConsumerInfo
 from shared.subjects import LANE_FAIR
 from shared.wire import Sampling
 from workers.engine.blocks import BlockPool
 from workers.engine.fairness import OUTPUT_COST
 from workers.engine.observer import StepObserver
-from workers.engine.pacer import Cost, Pacer
+from workers.engine.pacer import Pacer
 from workers.engine.request import EngineRequest, Standing, TenantLimits
 from workers.engine.runs import Run
 from workers.engine.scheduler import Scheduler
@@ -36,59 +29,7 @@ from workers.engine.sim import SimulatedText
 from workers.handback import HandBack, free_slots, hold_max_of
 from workers.turns import Turns, mean_service
 
-GAP_BUCKETS_PER_MS = 10
 TEXT = SimulatedText()
-
-
-class Listener(Protocol):
-    """Who is told what becomes of requests and workers."""
-
-    def accepted(self, request: Request) -> None: ...
-
-    def finished(self, request: Request) -> None: ...
-
-    def refused(self, request: Request, error: HeadraceError) -> None: ...
-
-    def gone(self, worker: "Worker") -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defect:
-    """What is wrong with a version, beyond the time of its steps."""
-
-    unloadable: bool = False  # its workers end when they would serve
-    fatal: bool = False  # they die of their first request
-    errors: float = 0.0  # of the requests, that fail
-    ttft_times: float = 1.0  # from a request's claim to its first token
-
-
-@dataclass(eq=False, kw_only=True)
-class Fleet:
-    """What all workers of a version share."""
-
-    version: str
-
-    clock: Clock
-    broker: Broker
-    listener: Listener
-    profile: Profile
-    engine: EngineSettings
-    settings: Settings
-    cost: Cost  # as the probe of the engine finds it
-    slots: int
-    blocks: int
-    length_max: int  # tokens
-    limits: Mapping[str, TenantLimits]  # of all tenants
-    dice: random.Random
-    jitter: float = 0.0
-    skips: bool = True
-    defect: Defect = Defect()
-    gaps: dict[int, int] = field(default_factory=dict)  # tokens by the time since the one before, in buckets
-    steps: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0  # computed for the first time
-    cached_tokens: int = 0  # found in the prefix cache instead
-    service: Counter[str] = field(default_factory=Counter)  # by tenant, of the workers that are gone
 
 
 class Worker:

@@ -57,7 +57,8 @@ def test_a_flood_costs_a_quiet_tenant_no_more_than_a_full_batch_does(direct: boo
     assert 50 <= held <= 54  # of 60 slots one tenant may have 54
     assert flooded.tenants["loud"].waiting > 300
     assert full.tenants["loud"].waiting < 3
-    assert ttft_ms(flooded, "quiet") <= 1.2 * ttft_ms(full, "quiet")
+    # of so few requests the 99th percentile is the last but one: bench/fleet/tenants.py has it of more
+    assert flooded.tenants["quiet"].ttft_ms.p90 <= 1.2 * full.tenants["quiet"].ttft_ms.p90
     assert ttft_ms(flooded, "quiet") <= ttft_ms(alone, "quiet") + 2 * full.gap_ms.p50
 
 
