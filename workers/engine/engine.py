@@ -246,8 +246,9 @@ class BatchEngine:
             length_max = self._length_max(request)
             run = Run(request, length_max, self._text)
         except Exception as error:
-            log.warning("run %s cannot begin: %s", request.key, error, exc_info=True)
             code = error.code if isinstance(error, HeadraceError) else EngineFailed.code
+            defect = code == EngineFailed.code  # else what was asked for is wrong
+            log.warning("run %s cannot begin: %s", request.key, error, exc_info=defect)
             events.append(TokenEvent(key=request.key, choice=0, error=(code, str(error))))
             return
         self._runs[request.key] = run
