@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from controller.autoscaler import Decision, Policy, VersionFacts
 
 VersionKey = tuple[str, str]  # model, version
+DETACHED_BELOW = 1 << 20  # levels: a version that has nothing but detached work comes after all that somebody waits for
 
 
 class Demand(Struct, frozen=True, kw_only=True):
@@ -50,11 +51,12 @@ def demand_of(facts: VersionFacts, priority: int, backs_off: bool, now: float, p
 
     One that has no worker and `backs_off`, since the last could not start, has no use for a device: others go before.
     """
-    work = facts.lag.total if facts.lag else sum(replica.claims for replica in facts.replicas)
+    requests = facts.lag.requests if facts.lag else sum(replica.claims for replica in facts.replicas)
+    jobs = facts.lag.jobs if facts.lag else 0
     held = len(facts.replicas) + facts.spares
     return Demand(
-        priority=priority,
-        has_work=(work > 0 or now - facts.busy_at < policy.grace_s) and (held > 0 or not backs_off),
+        priority=priority - DETACHED_BELOW if jobs and not requests else priority,
+        has_work=(requests + jobs > 0 or now - facts.busy_at < policy.grace_s) and (held > 0 or not backs_off),
         held=held,
         active=any(replica.active for replica in facts.replicas),
     )

@@ -16,10 +16,16 @@ class Lag(Struct, frozen=True):
 
     pending: int  # stored, not delivered
     claimed: int  # delivered, not acked: in a batch, or held by a worker that died
+    jobs: int = 0  # of detached work, delivered or not
+
+    @property
+    def requests(self) -> int:
+        """Those that somebody waits for."""
+        return self.pending + self.claimed
 
     @property
     def total(self) -> int:
-        return self.pending + self.claimed
+        return self.requests + self.jobs
 
 
 class Replica(Struct, frozen=True, kw_only=True):
@@ -70,6 +76,7 @@ class VersionFacts(Struct, frozen=True, kw_only=True):
     oldest_s: float = 0.0  # how long the oldest pending message has waited
     rate: float | None = None  # requests that come in a second
     service_s: float | None = None  # how long a request holds a slot
+    job_service_s: float | None = None  # how long a job does
     cold_start_s: float | None = None  # from the start of a worker until it serves
     ttft_s: float | None = None  # the time to the first token that the version is to keep
     slots: int = 0  # of a replica, as last seen, where no active one says it
@@ -91,6 +98,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     turn_min_s: float = 30.0  # and who got one serves with it for so long at least
     starved_s: float = 300.0  # as turn_s, for who has none because of higher priorities
     grace_s: float = 2.0  # without work for so long: others that have work go before
+    jobs_clear_s: float = 600.0  # within which what waits of detached work is to be done
     start_s_max: float = 120.0  # of a turn: how long a start may take before others go before
 
 
@@ -102,6 +110,7 @@ def policy_of(settings: Settings) -> Policy:
         turn_s=settings.turn_s,
         turn_min_s=settings.turn_min_s,
         starved_s=settings.starved_s,
+        jobs_clear_s=settings.jobs_clear_s,
     )
 
 
@@ -155,7 +164,7 @@ def load(facts: VersionFacts, policy: Policy) -> tuple[float, str]:
     """
     if facts.lag is None:
         return 0.0, "lag_unknown"
-    total = _work(facts)
+    total = _requests(facts)
     waiting = min(total, facts.lag.pending + facts.stranded + facts.unbatched)
     batched, service_s, slots = float(total - waiting), facts.service_s, slots_of(facts)
     if service_s is None or facts.rate is None:
@@ -179,6 +188,17 @@ def load(facts: VersionFacts, policy: Policy) -> tuple[float, str]:
     return work, reason
 
 
+def jobs_load(facts: VersionFacts, policy: Policy) -> float:
+    """The slots that a version's detached work asks for, so that it is done in time; nobody waits for it.
+
+    Until it is known how long a job takes: one.
+    """
+    jobs = facts.lag.jobs if facts.lag is not None else 0
+    if not jobs or facts.job_service_s is None:
+        return float(min(jobs, 1))
+    return min(float(jobs), max(1.0, jobs * facts.job_service_s / policy.jobs_clear_s))
+
+
 def slots_of(facts: VersionFacts) -> float:
     """Sequences in a replica's batch, on average; 0 while that is not known."""
     known = [replica.slots for replica in facts.replicas if replica.active and replica.slots > 0]
@@ -192,6 +212,7 @@ def signals(facts: VersionFacts) -> Signals:
     return Signals(
         pending=facts.lag.pending if facts.lag else None,
         claimed=facts.lag.claimed if facts.lag else None,
+        jobs=facts.lag.jobs if facts.lag else 0,
         stranded=facts.stranded,
         unbatched=facts.unbatched,
         oldest_s=round(facts.oldest_s, 3),
@@ -205,10 +226,16 @@ def signals(facts: VersionFacts) -> Signals:
     )
 
 
-def _work(facts: VersionFacts) -> int:
+def _requests(facts: VersionFacts) -> int:
     """Requests in the system. A lease may tell of claims that the last look at the queue does not."""
     assert facts.lag is not None
-    return max(facts.lag.total, sum(replica.claims for replica in facts.replicas))
+    return max(facts.lag.requests, sum(replica.claims for replica in facts.replicas))
+
+
+def _work(facts: VersionFacts) -> int:
+    """Requests and jobs in the system."""
+    assert facts.lag is not None
+    return _requests(facts) + facts.lag.jobs
 
 
 def _desired(facts: VersionFacts, now: float, policy: Policy) -> tuple[int, list[str]]:
@@ -248,12 +275,17 @@ def _desired(facts: VersionFacts, now: float, policy: Policy) -> tuple[int, list
 def _need(facts: VersionFacts, work: float, reason: str, policy: Policy) -> tuple[int, list[str]]:
     """Replicas that `work` asks for. While none serves: one, or what is under way already, or what spares can take.
 
-    So a backlog that builds up during a cold start does not call for more cold starts.
+    So a backlog that builds up during a cold start does not call for more cold starts. Detached work has the headroom of the
+    other, too, and asks for a replica where that does not do.
     """
-    if work <= 0:
+    jobs = jobs_load(facts, policy)
+    if work <= 0 and jobs <= 0:
         return 0, ["no_work"]
     slots = slots_of(facts)
-    need = math.ceil(work / (slots * policy.target_utilisation) - ROUNDING) if slots else 1
+    need = math.ceil(work / (slots * policy.target_utilisation) - ROUNDING) if slots else int(work > 0)
+    with_jobs = math.ceil((work + jobs) / slots - ROUNDING) if slots else 1
+    if jobs and with_jobs > need:
+        need, reason = with_jobs, "jobs"
     serving = sum(replica.active and replica.slots > 0 for replica in facts.replicas)
     if serving and facts.service_s is None:  # how much a replica does is not known
         need = min(need, max(policy.blind_growth * serving, len(facts.replicas)))
@@ -261,7 +293,7 @@ def _need(facts: VersionFacts, work: float, reason: str, policy: Policy) -> tupl
         return max(1, need), [reason]
     at_hand = min(need, len(facts.replicas) + facts.spares)
     if not facts.replicas:
-        return max(1, at_hand), ["first_message"]
+        return max(1, at_hand), ["first_message" if work > 0 else "first_job"]
     return max(len(facts.replicas), at_hand), ["cold_start"]
 
 

@@ -1,7 +1,8 @@
-"""What waits and is claimed in the lane fair, so that it can be added to what the consumer of `fast` counts."""
+"""What waits and is claimed of what has a consumer for each tenant: of the lane fair, and of detached work."""
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -13,6 +14,24 @@ VersionKey = tuple[str, str]  # model, version
 CALLS_MAX = 32  # at the same time
 
 
+class Queues(Struct, frozen=True):
+    """Queues of one kind."""
+
+    stream: str
+    filter: str
+    place: Callable[[str], tuple[str, str, str]]  # (model, version, tenant) of a subject. Raises ValueError
+    consumer: Callable[[str, str, str], str]
+
+
+def _place_of_request(subject: str) -> tuple[str, str, str]:
+    model, version, _, tenant = subjects.place_of_request(subject)
+    return model, version, tenant
+
+
+FAIR = Queues(subjects.REQ_STREAM, subjects.BACKLOGGED, _place_of_request, subjects.fair_consumer)
+JOBS = Queues(subjects.JOB_STREAM, subjects.JOB_SUBJECTS, subjects.place_of_job, subjects.job_consumer)
+
+
 class _Version(Struct):
     delivered: int = 0  # in all, as far as was seen: it only rises, while tenants' consumers come and go
     last: dict[str, int] = {}  # of each tenant's consumer
@@ -22,8 +41,8 @@ class _Version(Struct):
 class Backlogs:
     """All versions. Without a backlog a reading is one call, with one it is another call for each tenant that has one."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, queues: Queues) -> None:
+        self._bus, self._queues = bus, queues
         self._versions: dict[VersionKey, _Version] = {}
 
     async def read(self) -> dict[VersionKey, ConsumerInfo]:
@@ -35,7 +54,7 @@ class Backlogs:
 
         async def info_of(name: VersionKey, tenant: str) -> ConsumerInfo | None:
             async with limit:
-                return await self._bus.consumer_info(subjects.REQ_STREAM, subjects.fair_consumer(*name, tenant))
+                return await self._bus.consumer_info(self._queues.stream, self._queues.consumer(*name, tenant))
 
         names = [
             (name, tenant)
@@ -62,9 +81,10 @@ class Backlogs:
 
     async def _stored(self) -> defaultdict[VersionKey, dict[str, int]]:
         found: defaultdict[VersionKey, dict[str, int]] = defaultdict(dict)
-        for subject, count in (await self._bus.subject_counts(subjects.REQ_STREAM, subjects.BACKLOGGED)).items():
+        counts = await self._bus.subject_counts(self._queues.stream, self._queues.filter)
+        for subject, count in counts.items():
             try:
-                model, version, _, tenant = subjects.place_of_request(subject)
+                model, version, tenant = self._queues.place(subject)
             except ValueError:
                 continue  # nobody's name: no worker takes it
             found[model, version][tenant] = count

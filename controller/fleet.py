@@ -46,6 +46,7 @@ class Member(Struct, frozen=True, kw_only=True):
     since: float  # seconds on the clock of `now`: when that state began
     slots: int = 0
     claims: int = 0
+    jobs: int = 0  # that it holds
     device: str = ""
     claim: bool = True  # it is to claim, not only to be loaded
     config: str = ""  # the digest of the engine settings that it runs with, where it says so
@@ -124,6 +125,7 @@ def _member(process: Managed | None, seen: SeenLease | None, told: Told | None, 
         since=since,
         slots=lease.slots if lease else 0,
         claims=lease.claims if lease else 0,
+        jobs=lease.jobs if lease else 0,
         device=process.device if process else lease.device if lease else "",
         claim=told.assign.claim if told else state != "loaded",
         config=lease.config if lease else "",
@@ -151,7 +153,7 @@ def plan(
     fleet = list(fleet)
     replicas = sorted(
         (member for member in fleet if member.is_replica),
-        key=lambda member: (member.claims, member.state == "active", member.since),
+        key=lambda member: (member.claims, member.jobs, member.state == "active", member.since),
     )
     stale = [member.worker for member in replicas if member.config and config and member.config != config]
     claiming = [member.worker for member in replicas if member.claim]

@@ -23,10 +23,12 @@ from controller.placement import NO_VERSION
 from controller.rollouts import Rollouts
 from controller.scalers.base import Scaler
 from controller.starts import Exit, Failure, Starts, judge
+from controller.strays import Strays
 from controller.versions import Verify, Versions
 from shared.bus import Bus
 from shared.config import engine_digest
 from shared.errors import Unavailable
+from shared.records import Route
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class Controller:
         self._exits: list[Exit] = []  # not judged yet
         self._ready: set[tuple[str, VersionKey]] = set()  # workers that have been, as what
         self._decisions = Decisions(bus)
+        self._strays = Strays(bus)
         self._hands = Hands(bus, settings, scaler, self.observer, self.leader, self._start_failed)
         self._turns: dict[VersionKey, Turn] = {}  # where devices are short
         self._term = 0  # of the lead that the decisions are of
@@ -83,6 +86,7 @@ class Controller:
                 await self._pause()
         finally:
             await self._versions.close()
+            await self._strays.close()
             await self._decisions.close()
             await self.leader.close()
             await self._scaler.close()
@@ -132,6 +136,7 @@ class Controller:
         for action in placement.place(wanted, members, scaler.devices, warm_workers, scaler.makes_workers, makes_warm):
             await self._hands.place(action)
         await self._rollouts.step(facts, by_version, observer.records)
+        self._strays.step(self._withdrawn_with_jobs(facts), now)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
         self._forget(set(names))
@@ -155,6 +160,14 @@ class Controller:
         return {
             name: replace(each, rollout_min=floors.get(name, 0), withdrawn=self._rollouts.withdrawn(name))
             for name, each in facts.items()
+        }
+
+    def _withdrawn_with_jobs(self, facts: Mapping[VersionKey, VersionFacts]) -> dict[VersionKey, Route]:
+        return {
+            name: route
+            for name, each in facts.items()
+            if each.withdrawn and each.lag is not None and each.lag.jobs
+            if (route := self._rollouts.route(name[0])) is not None
         }
 
     def _decide(self, facts: Mapping[VersionKey, VersionFacts], now: float) -> list[Decision]:

@@ -57,6 +57,7 @@ class _Present(Collector):
             if view.lag is not None:
                 lag.add_metric((*name, "pending"), view.lag.pending)
                 lag.add_metric((*name, "claimed"), view.lag.claimed)
+                lag.add_metric((*name, "jobs"), view.lag.jobs)
                 oldest.add_metric(name, signals.oldest_s)
         yield from (desired, spares, replicas, lag, rate, oldest)
 

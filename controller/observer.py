@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from controller.autoscaler import Lag, VersionFacts, policy_of
-from controller.backlogs import Backlogs
+from controller.backlogs import FAIR, JOBS, Backlogs
 from controller.fleet import Member, SeenLease
 from controller.history import VersionHistory
 from shared import schedules, subjects
@@ -47,7 +47,7 @@ class Observer:
         self.lag: dict[VersionKey, Lag] = {}
         self.without_consumer: set[VersionKey] = set()
         self.hinted_at = -HINT_S
-        self._backlogs = Backlogs(bus)
+        self._backlogs, self._jobs = Backlogs(bus, FAIR), Backlogs(bus, JOBS)
         self._watches: list[Watch] = []
         self._busy_at: dict[VersionKey, float] = {}
         self._policy = policy_of(settings)
@@ -111,7 +111,13 @@ class Observer:
     def _note_busy(self, lease: Lease, before: Lease | None, now: float) -> None:
         """Only changes of `busy_at` count, not its value: the worker's clock is not ours. At first sight it has to do."""
         name = (lease.model, lease.version)
-        if lease.claims or lease.running or lease.waiting or (before is not None and lease.busy_at > before.busy_at):
+        if (
+            lease.claims
+            or lease.jobs
+            or lease.running
+            or lease.waiting
+            or (before is not None and lease.busy_at > before.busy_at)
+        ):
             self._busy_at[name] = now
         elif before is None:
             ago_s = max(0.0, time.time() - max(lease.busy_at, lease.started))
@@ -156,30 +162,37 @@ class Observer:
         for lease in self.live_leases():
             self._live[lease.model, lease.version].append(lease)
         names = [name for name, record in self.records.items() if record.state in ("available", "failed")]
-        backlogs = await self._poll_backlogs()
+        backlogs, jobs = await self._poll_backlogs(self._backlogs), await self._poll_backlogs(self._jobs)
         async with asyncio.TaskGroup() as tasks:
             for name in names:
-                tasks.create_task(self._poll_lag(name, backlogs, now))
+                tasks.create_task(self._poll_lag(name, backlogs, jobs, now))
         self.lag = {name: lag for name, lag in self.lag.items() if name in names}
         self.without_consumer &= set(names)
         for known in (self._busy_at, self._history, self.state_since):
             for name in [name for name in known if name not in self.records and name not in self.removed]:
                 del known[name]
                 self._backlogs.forget(name)
+                self._jobs.forget(name)
         self._starting = {worker: since for worker, since in self._starting.items() if worker in self.leases}
 
-    async def _poll_backlogs(self) -> dict[VersionKey, ConsumerInfo] | None:
-        """Of the lane fair; None: not known."""
+    async def _poll_backlogs(self, backlogs: Backlogs) -> dict[VersionKey, ConsumerInfo] | None:
+        """Of each version; None: not known."""
         if not self._bus.connected:
             return None
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
-                return await self._backlogs.read()
+                return await backlogs.read()
         except (Unavailable, TimeoutError) as error:
-            log.info("the lane fair cannot be looked at: %s", error)
+            log.info("what waits by tenant cannot be looked at: %s", error)
             return None
 
-    async def _poll_lag(self, name: VersionKey, backlogs: dict[VersionKey, ConsumerInfo] | None, now: float) -> None:
+    async def _poll_lag(
+        self,
+        name: VersionKey,
+        backlogs: dict[VersionKey, ConsumerInfo] | None,
+        jobs: dict[VersionKey, ConsumerInfo] | None,
+        now: float,
+    ) -> None:
         self.without_consumer.discard(name)
         info = None
         if backlogs is not None and self._bus.connected:
@@ -192,14 +205,16 @@ class Observer:
             else:
                 if info is None:
                     self.without_consumer.add(name)
-        if info is None or backlogs is None:
+        if info is None or backlogs is None or jobs is None:
             self.lag.pop(name, None)
             return
         info = _sum(info, backlogs.get(name, ConsumerInfo()))
-        self.lag[name] = lag = Lag(pending=info.num_pending, claimed=info.num_ack_pending)
+        detached = jobs.get(name, ConsumerInfo())
+        waiting = detached.num_pending + detached.num_ack_pending
+        self.lag[name] = lag = Lag(pending=info.num_pending, claimed=info.num_ack_pending, jobs=waiting)
         if lag.total:
             self._busy_at[name] = now
-        self._of(*name).read(now, info, self._live.get(name, ()))
+        self._of(*name).read(now, info, self._live.get(name, ()), detached)
 
     def _expire(self, now: float) -> None:
         """Mark what has not been heard for a TTL of listening. Time in which we could not hear does not count."""

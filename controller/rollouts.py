@@ -98,6 +98,10 @@ class Rollouts:
         route = self._routes.get(name[0])
         return route is not None and name[1] in route.withdrawn
 
+    def route(self, model: str) -> Route | None:
+        """Where a model's requests go."""
+        return self._routes.get(model)
+
     def _going(self) -> list[Deployment]:
         return [each for each in self._deployments.values() if not each.ended]
 

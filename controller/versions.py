@@ -14,9 +14,10 @@ from msgspec.structs import replace
 
 from controller.observer import Observer, VersionKey
 from controller.starts import Starts
+from controller.strays import end_jobs
 from shared import records, subjects
 from shared.bus import Bus
-from shared.errors import HeadraceError, ObjectsUnavailable, Unavailable
+from shared.errors import HeadraceError, ObjectsUnavailable, Unavailable, VersionFailed, VersionRetired
 from shared.records import Version
 from shared.settings import Settings
 
@@ -138,7 +139,10 @@ class Versions:
 
     async def _purge(self, name: VersionKey) -> None:
         purged = await self._bus.purge(subjects.REQ_STREAM, subjects.requests_of_version(*name))
-        log.warning("%s@%s failed: %d requests left in its queue were deleted", *name, purged)
+        record = self._observer.records.get(name)
+        reason = record.reason if record is not None else ""
+        ended = await end_jobs(self._bus, *name, VersionFailed(f"{name[0]}@{name[1]} cannot be loaded: {reason}"))
+        log.warning("%s@%s failed: %d requests left in its queue were deleted, %d jobs ended", *name, purged, ended)
 
     async def _forget(self, name: VersionKey) -> None:
         key = subjects.key(*name)
@@ -149,6 +153,7 @@ class Versions:
 
     async def _clean(self, name: VersionKey) -> None:
         await self._bus.purge(subjects.REQ_STREAM, subjects.requests_of_version(*name))
+        await end_jobs(self._bus, *name, VersionRetired(f"{name[0]}@{name[1]} was taken out of service"))
         await self._bus.delete_consumer(*name, subjects.LANE_FAST)
         self._cleaned.add(name)
         self._observer.removed.discard(name)

@@ -24,6 +24,7 @@ COLUMNS = 300  # where there is no terminal
 class QueueStatus(msgspec.Struct):
     pending: int  # stored, and no worker has it
     claimed: int  # delivered to a worker, not acked yet
+    jobs: int = 0  # of detached work, whether a worker has them or not
 
 
 class ModelStatus(msgspec.Struct):
@@ -184,7 +185,8 @@ def show(context: Globals, as_json: bool) -> None:
         return
     terminal = console()
     terminal.print(f"http {status.http or '-'}   nats {status.nats}")
-    terminal.print(f"queue: {status.queue.pending} pending, {status.queue.claimed} claimed")
+    jobs = f", {status.queue.jobs} jobs" if status.queue.jobs else ""
+    terminal.print(f"queue: {status.queue.pending} pending, {status.queue.claimed} claimed{jobs}")
     terminal.print(models_table(status.models))
     if status.workers:
         table = Table("worker", "pid", "model", "state", "running", "claims", "blocks", "metrics", box=None)
@@ -277,7 +279,8 @@ async def _queue(bus: Bus, versions: list[Version]) -> QueueStatus:
     consumers = await asyncio.gather(*(bus.consumer_info(subjects.REQ_STREAM, name) for name in names))
     claimed = sum(consumer.num_ack_pending for consumer in consumers if consumer is not None)
     stored = (await bus.stream_info(subjects.REQ_STREAM)).messages
-    return QueueStatus(pending=max(0, stored - claimed), claimed=claimed)
+    jobs = (await bus.stream_info(subjects.JOB_STREAM)).messages
+    return QueueStatus(pending=max(0, stored - claimed), claimed=claimed, jobs=jobs)
 
 
 def short(reason: str) -> str:

@@ -127,6 +127,7 @@ class Lease(msgspec.Struct, kw_only=True):
     running: int = 0  # sequences in the batch
     waiting: int = 0  # claimed, not in the batch
     claims: int = 0  # messages held that are not acked
+    jobs: int = 0  # of detached work
     blocks_used: int = 0
     blocks_total: int = 0
     busy_at: float = 0.0  # unix seconds when it last held a claim
@@ -141,6 +142,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     pending: int | None = None  # messages that no worker has
     claimed: int | None = None  # that a worker has, and has not acked
+    jobs: int = 0  # messages of detached work
     stranded: int = 0  # of the claimed, those that no live worker tells of
     unbatched: int = 0  # of the claimed, those that wait in a worker for its batch
     oldest_s: float = 0.0  # how long the oldest pending message has waited

@@ -229,6 +229,7 @@ async def _check_unused(bus: Bus, record: Version, route: Route | None) -> None:
         if (lease.model, lease.version) == name
     ]
     requests = sum((await bus.subject_counts(subjects.REQ_STREAM, subjects.requests_of_version(*name))).values())
+    requests += sum((await bus.subject_counts(subjects.JOB_STREAM, subjects.jobs_of_version(*name))).values())
     if found := uses(record.version, route, leases, requests):
         kept = [name for name in ("min_replicas", "warm", "schedule") if getattr(record.limits, name)]
         if leases and kept:

@@ -107,6 +107,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     req_bytes_max: int = 8 * GIB
     req_messages_per_subject_max: int = 10_000
     req_consumers_max: int = 5000
+    job_deadline_s: float = 86_400.0  # detached work that has not ended by then ends with an error
+    job_max_age_s: float = 7 * 86_400.0
+    job_bytes_max: int = GIB
+    job_messages_per_subject_max: int = 100_000  # of a tenant and version
+    job_consumers_max: int = 5000
+    job_patience_s: float = 2.0  # a worker hands back a job that others have kept from its batch for so long
+    checkpoint_every_s: float = 1.0  # of a job, at most; of a long one less often
+    result_kept_s: float = 3 * 86_400.0  # checkpoints and results of jobs
+    result_bytes_max: int = 2 * GIB
     usage_kept_s: float = 90 * 86_400.0  # what each request came to, for accounting
     usage_bytes_max: int = GIB  # more drop the oldest; a request takes some 100 bytes
     audit_kept_s: float = 90 * 86_400.0  # entries of the audit log
@@ -135,6 +144,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start_backoff_s: float = 1.0  # after a start that failed; doubles with each
     start_backoff_max_s: float = 30.0
     target_utilisation: Annotated[float, Meta(gt=0, le=1)] = 0.7  # of the slots
+    jobs_clear_s: float = 600.0  # workers are added so that what waits of detached work is done within so long
     scale_down_window_s: float = 30.0  # fewer replicas only when the need was lower for this long
     turn_s: float = 60.0  # where devices are short: a version that has work and no device waits so long for a turn,
     turn_min_s: float = 30.0  # serves so long at least once it has one,

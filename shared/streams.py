@@ -195,6 +195,37 @@ class Streams:
         )
         await self._ensure_stream(
             {
+                "name": subjects.JOB_STREAM,
+                "subjects": [subjects.JOB_SUBJECTS],
+                "retention": "workqueue",
+                "storage": "file",
+                "discard": "new",
+                "discard_new_per_subject": True,
+                "max_msgs_per_subject": settings.job_messages_per_subject_max,
+                "max_age": int(settings.job_max_age_s * SECOND),
+                "max_bytes": settings.job_bytes_max,
+                "max_consumers": settings.job_consumers_max,
+                "duplicate_window": int(settings.dedupe_window_s * SECOND),
+                "allow_msg_ttl": True,
+                "num_replicas": settings.nats_replicas,
+            }
+        )
+        await self._ensure_stream(
+            {
+                "name": subjects.RES_STREAM,
+                "subjects": [subjects.RES_SUBJECTS],
+                "retention": "limits",
+                "storage": "file",
+                "discard": "new",  # full: results wait in their workers, and none is lost
+                "max_msgs_per_subject": 1,
+                "max_age": int(settings.result_kept_s * SECOND),
+                "max_bytes": settings.result_bytes_max,
+                "duplicate_window": int(2 * settings.publish_timeout_s * SECOND),
+                "num_replicas": settings.nats_replicas,
+            }
+        )
+        await self._ensure_stream(
+            {
                 "name": subjects.DLQ_STREAM,
                 "subjects": [subjects.DLQ_SUBJECTS],
                 "retention": "limits",
@@ -297,15 +328,25 @@ class Streams:
 
     async def ensure_consumer(self, model: str, version: str, lane: str) -> str:
         """Create the durable pull consumer of (model, version, lane) unless it is there; its name."""
-        return await self._ensure_consumer(lane, subjects.requests_of_lane(model, version, lane), {})
+        return await self._ensure_consumer(
+            subjects.REQ_STREAM, lane, subjects.requests_of_lane(model, version, lane), {}
+        )
 
     async def ensure_fair_consumer(self, model: str, version: str, tenant: str) -> str:
         """The same of one tenant's backlog. Without pulls and claims it goes away by itself, and nothing is lost by that."""
-        idle = {"inactive_threshold": int(self.settings.fair_consumer_idle_s * SECOND)}
         filter_subject = subjects.request(model, version, subjects.LANE_FAIR, tenant)
-        return await self._ensure_consumer(subjects.LANE_FAIR, filter_subject, idle)
+        return await self._ensure_consumer(subjects.REQ_STREAM, subjects.LANE_FAIR, filter_subject, self._idle)
 
-    async def _ensure_consumer(self, lane: str, filter_subject: str, more: dict[str, Any]) -> str:
+    async def ensure_job_consumer(self, model: str, version: str, tenant: str) -> str:
+        """The same of one tenant's detached work."""
+        filter_subject = subjects.job(model, version, tenant)
+        return await self._ensure_consumer(subjects.JOB_STREAM, subjects.JOBS, filter_subject, self._idle)
+
+    @property
+    def _idle(self) -> dict[str, Any]:
+        return {"inactive_threshold": int(self.settings.fair_consumer_idle_s * SECOND)}
+
+    async def _ensure_consumer(self, stream: str, lane: str, filter_subject: str, more: dict[str, Any]) -> str:
         name = subjects.consumer(lane, filter_subject)
         config = {
             "durable_name": name,
@@ -319,8 +360,8 @@ class Streams:
             "replay_policy": "instant",
         }
         await self.api(
-            f"CONSUMER.CREATE.{subjects.REQ_STREAM}.{name}.{filter_subject}",
-            {"stream_name": subjects.REQ_STREAM, "config": config | more},
+            f"CONSUMER.CREATE.{stream}.{name}.{filter_subject}",
+            {"stream_name": stream, "config": config | more},
         )
         return name
 
@@ -361,6 +402,10 @@ class Streams:
     async def next_message(self, stream: str, filter_subject: str, sequence: int) -> StoredMessage | None:
         """The first stored message from `sequence` on whose subject matches; None: there is none."""
         return await self._get_message(stream, {"seq": sequence, "next_by_subj": filter_subject})
+
+    async def last_message(self, stream: str, subject: str) -> StoredMessage | None:
+        """The last message that is stored on a subject; None: there is none."""
+        return await self._get_message(stream, {"last_by_subj": subject})
 
     async def _get_message(self, stream: str, which: dict[str, Any]) -> StoredMessage | None:
         try:

@@ -11,6 +11,10 @@ REQ_STREAM = "REQ"
 DLQ_STREAM = "DLQ"
 REQ_SUBJECTS = "q.>"
 DLQ_SUBJECTS = "dlq.>"
+JOB_STREAM = "JOB"
+JOB_SUBJECTS = "j.*.*.*"
+RES_STREAM = "RES"
+RES_SUBJECTS = "res.*.*.*"
 USAGE_STREAM = "USAGE"
 USAGE_SUBJECTS = "usage.*"
 AUDIT_STREAM = "AUDIT"
@@ -31,6 +35,7 @@ INGRESS_OWNER = "ingress"
 LOCAL_TENANT = "local"
 LANE_FAST = "fast"  # of tenants that have little waiting: one consumer for all of them
 LANE_FAIR = "fair"  # of the others: a consumer for each
+JOBS = "job"  # detached work: a consumer for each tenant
 
 NAME_BYTES_MAX = 128
 CHARACTERS_SHOWN = NAME_BYTES_MAX // 4  # of a token that is none of ours: whatever they are, they fit into a name
@@ -130,6 +135,37 @@ def is_fair(ack_subject: str) -> bool:
     return f".{REQ_STREAM}.{LANE_FAIR}-" in ack_subject
 
 
+def job(model: str, version: str, tenant: str) -> str:
+    """Where detached work is published: `j.<model>.<version>.<tenant>`."""
+    return f"j.{encode_token(model)}.{encode_token(version)}.{encode_token(tenant)}"
+
+
+def jobs_of_version(model: str, version: str) -> str:
+    """All detached work of (model, version)."""
+    return f"j.{encode_token(model)}.{encode_token(version)}.*"
+
+
+def job_consumer(model: str, version: str, tenant: str) -> str:
+    """The durable consumer of a tenant's detached work."""
+    return consumer(JOBS, job(model, version, tenant))
+
+
+def place_of_job(subject: str) -> tuple[str, str, str]:
+    """(model, version, tenant) of such a subject. Raises ValueError."""
+    _, model, version, tenant = subject.split(".")
+    return decode_token(model), decode_token(version), decode_token(tenant)
+
+
+def checkpoint(tenant: str, job_id: str) -> str:
+    """Where it is kept how far a job has come: `res.<tenant>.<job>.checkpoint`."""
+    return f"res.{encode_token(tenant)}.{encode_token(job_id)}.checkpoint"
+
+
+def result(tenant: str, job_id: str) -> str:
+    """Where it is kept what came of a job: `res.<tenant>.<job>.result`."""
+    return f"res.{encode_token(tenant)}.{encode_token(job_id)}.result"
+
+
 def dead_letter(model: str, version: str, tenant: str) -> str:
     """Where a request that was given up is kept: `dlq.<model>.<version>.<tenant>`."""
     return f"dlq.{encode_token(model)}.{encode_token(version)}.{encode_token(tenant)}"
@@ -204,6 +240,10 @@ def find(owner: str | None) -> str:
 def cancel(owner: str | None) -> str:
     """Where an owner ends a request for everybody, wherever it is. None: where all do."""
     return f"ctl.requests.cancel.{_said_by(owner)}"
+
+
+FIND_JOB = "ctl.jobs.find"  # who has a job? The worker that does answers
+CANCEL_JOB = "ctl.jobs.cancel"  # end a job; the worker that has it answers when that is stored
 
 
 def wake(model: str, version: str) -> str:

@@ -32,6 +32,7 @@ NEVER = {
     "workers/engine/sim.py": {"torch", "transformers"},
     "shared/requester.py": {"shared.bus", "asyncio", "fastapi", "starlette"},
     "workers/claims.py": {"shared.bus", "asyncio"},
+    "workers/jobs.py": {"shared.bus", "asyncio"},
     "controller/autoscaler.py": {"shared.bus", "asyncio"},
     "shared/router.py": {"shared.bus", "asyncio"},
     "shared/": {"torch", "fastapi"},

@@ -127,7 +127,7 @@ class ClaimTable:
         self._runs: dict[str, _Claim] = {}
         self._kept: dict[str, tuple[_Claim, float]] = {}  # ACKED, oldest first, with the time to forget it
         self._kept_tokens = 0
-        self._trials = Trials()
+        self._trials: Trials[Attach] = Trials()
         self._handed_back: dict[str, None] = {}  # rids, the latest last
 
     # -- queries -------------------------------------------------------------------------------------------------------

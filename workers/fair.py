@@ -1,4 +1,5 @@
-"""The worker's end of the lane fair: with credit that `fast` has no use for, it pulls from tenants' backlogs in turn.
+"""The worker's end of what waits by tenant, the lane fair and detached work: with credit that nothing before it has a use
+for, it pulls from tenants' queues in turn.
 
 A pull never waits: it takes what is there. So a tenant's backlog costs something only while there is one.
 """
@@ -17,6 +18,7 @@ from shared.errors import Unavailable
 from shared.records import Version
 from shared.streams import delivery_of
 from shared.wire import new_id
+from workers.queues import TenantQueues
 from workers.rhythm import Rhythm
 from workers.turns import Turns
 
@@ -34,19 +36,21 @@ class FairPuller:
         self,
         bus: Bus,
         version: Version,
+        queues: TenantQueues,
         turns: Turns,
         spare_max: int,
         free: Callable[[], int],
-        fast_quiet_s: Callable[[float], float],
+        quiet_s: Callable[[float], float],
         held: Callable[[], Counter[str]],
         share: Callable[[int], list[tuple[str, int]]],
         on_message: Callable[[Message], None],
     ) -> None:
-        """`spare_max`: slots that may be kept from backlogs. `free`: requests that can be taken. `held`: messages of the
-        lane that this worker has, by tenant. `share(credit)`: what to pull of whom."""
+        """`spare_max`: slots that may be kept from backlogs. `free`: requests that can be taken. `quiet_s(now)`: for how long
+        what comes first has had no use for its credit. `held`: messages of these queues that this worker has, by tenant.
+        `share(credit)`: what to pull of whom."""
         self._bus, self._model, self._version = bus, version.model, version.version
-        self._turns, self._held = turns, held
-        self._rhythm = Rhythm(turns, spare_max, free, fast_quiet_s, lambda: held().total())
+        self._queues, self._turns, self._held = queues, turns, held
+        self._rhythm = Rhythm(turns, spare_max, free, quiet_s, lambda: held().total())
         self._share, self._on_pulled = share, on_message
         self._inbox = f"{bus.inbox}_fair.{new_id()}"
         self._pulls: dict[str, tuple[str, float]] = {}  # inbox: tenant, when it is lost
@@ -99,7 +103,7 @@ class FairPuller:
         self._wake.set()
 
     def _on_hint(self, message: Message) -> None:
-        self._rhythm.hinted(wakes.decode(message.data), self._consumers)
+        self._rhythm.hinted(self._queues.hinted(wakes.decode(message.data)), self._consumers)
         self._wake.set()
 
     async def _run(self) -> None:
@@ -112,7 +116,7 @@ class FairPuller:
             try:
                 await self._turn(loop.time())
             except Unavailable as error:
-                log.info("the lane fair of %s@%s: %s", self._model, self._version, error.message)
+                log.info("the queues %s: %s", self._queues.filter, error.message)
                 await asyncio.sleep(RETRY_S)
 
     async def _turn(self, now: float) -> None:
@@ -127,14 +131,13 @@ class FairPuller:
             await self._pull(tenant, count, now)
 
     async def _look(self, now: float) -> None:
-        lane = subjects.requests_of_lane(self._model, self._version, subjects.LANE_FAIR)
-        stored = await self._bus.subject_counts(subjects.REQ_STREAM, lane)
+        stored = await self._bus.subject_counts(self._queues.stream, self._queues.filter)
         held = self._held() if stored else Counter()
         waiting = {}
         for subject, count in stored.items():
             with contextlib.suppress(ValueError):  # nobody's name
                 tenant = subjects.tenant_of_request(subject)
-                if subject == subjects.request(self._model, self._version, subjects.LANE_FAIR, tenant):
+                if subject == self._queues.subject(tenant):
                     waiting[tenant] = count - held.get(tenant, 0)
         self._turns.look(waiting)
         forgotten = now - self._bus.settings.fair_consumer_idle_s
@@ -143,14 +146,13 @@ class FairPuller:
     async def _pull(self, tenant: str, count: int, now: float) -> None:
         idle_s = self._bus.settings.fair_consumer_idle_s / 2
         if now - self._consumers.get(tenant, -idle_s) >= idle_s:
-            await self._bus.ensure_fair_consumer(self._model, self._version, tenant)
+            await self._queues.ensure(tenant)
         self._consumers[tenant] = now
         self._number += 1
         inbox = f"{self._inbox}.{self._number}"
         self._pulls[inbox] = (tenant, now + PULL_S)
         self._turns.pulled(tenant, count)
-        consumer = subjects.fair_consumer(self._model, self._version, tenant)
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{subjects.REQ_STREAM}.{consumer}"
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._queues.stream}.{self._queues.consumer(tenant)}"
         await self._bus.publish(subject, msgspec.json.encode({"batch": count, "no_wait": True}), reply=inbox)
 
     def _on_message(self, message: Message) -> None:

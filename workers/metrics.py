@@ -110,7 +110,12 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._counted_ended: dict[str, int] = {}
+        self._jobs_ended = Counter(
+            "headrace_jobs_ended", "Jobs that are over here, by outcome", [*LABELS, "outcome"], registry=self.registry
+        )
+        self._counted_jobs: dict[str, int] = {}
         self.claims = self._gauge("headrace_claims", "Messages held that are not acked")
+        self.jobs = self._gauge("headrace_jobs", "Messages of detached work held that are not acked")
         self._stall = self._gauge("headrace_event_loop_stall_seconds", "Worst stall of the event loop so far")
         self._cold = Gauge(
             "headrace_cold_start_seconds", "Cold start by phase", [*LABELS, "phase"], registry=self.registry
@@ -133,6 +138,13 @@ class WorkerMetrics:
 
     def finished(self, reason: str) -> None:
         self.success.labels(*self._values, reason).inc()
+
+    def count_jobs(self, held: int, outcomes: Mapping[str, int]) -> None:
+        """What is held, and totals of the table of jobs."""
+        self.jobs.set(held)
+        for outcome, count in outcomes.items():
+            self._jobs_ended.labels(*self._values, outcome).inc(count - self._counted_jobs.get(outcome, 0))
+        self._counted_jobs = dict(outcomes)
 
     def failed(self, code: str) -> None:
         self.errors.labels(*self._values, code).inc()

@@ -3,32 +3,33 @@
 import asyncio
 import contextlib
 import logging
-import re
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from shared import control, subjects, wire
 from shared.bus import Bus, Message
-from shared.errors import EngineFailed, HeadraceError, Unavailable
+from shared.errors import Unavailable
 from shared.pull import Puller
 from shared.records import Lease, Version
 from shared.settings import Settings
 from shared.shares import TenantShares
-from shared.streams import delivery_of
 from shared.usage import UsageEvent
 from shared.wire import Malformed
 from workers.actions import Abort, Ack, Action, Bill, DeadLetter, Nak, Send, Start
 from workers.billing import Biller
 from workers.claims import ClaimLimits, ClaimTable
-from workers.delivery import Delivery
+from workers.detached import Detached
 from workers.engine.request import Engine, EngineRequest, TenantLimits, TokenEvent
 from workers.fair import FairPuller
 from workers.handback import HandBack, free_slots, hold_max_of
+from workers.intake import read_delivery
+from workers.letters import bury, dead_letter
 from workers.metering import Meter
 from workers.metrics import WorkerMetrics
 from workers.observer import RunObserver
+from workers.preparing import Preparer
+from workers.queues import FairQueues
 from workers.replier import Replier
 from workers.turns import Turns, mean_service
 
@@ -36,16 +37,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 HAND_BACK_S = 1.0  # of the drain budget: for handing back what does not fit into it
-GENERATION_MS_DEFAULT = "600000"
-KEPT_HEADERS = (
-    wire.HEADER_WIRE,
-    wire.HEADER_MSG_ID,
-    wire.HEADER_REPLY,
-    wire.HEADER_GENERATION_MS,
-    "Content-Type",
-)  # in the DLQ
-KEPT_HEADER_CHARACTERS_MAX = 512  # of each: a frame address has fewer
-ACK, NAK, IN_PROGRESS, TERM = b"+ACK", b"-NAK", b"+WPI", b"+TERM"
+ACK, NAK, IN_PROGRESS = b"+ACK", b"-NAK", b"+WPI"
 
 
 class WorkerServer:
@@ -86,6 +78,7 @@ class WorkerServer:
         self._fair = FairPuller(
             bus,
             version,
+            FairQueues(bus, version),
             self._turns,
             engine.info.slots - self._hold_max,
             self._free,
@@ -100,8 +93,21 @@ class WorkerServer:
             lambda: self._puller.open,
             lambda run: self._act(self._table.hand_back(run)),
         )
-        self._prepare_thread = ThreadPoolExecutor(1, "prepare")
-        self._preparing: dict[str, asyncio.Task[None]] = {}
+        self._preparer = Preparer(engine)
+        self._jobs = Detached(
+            bus,
+            version,
+            engine,
+            self._preparer,
+            self._biller,
+            self._meter,
+            metrics,
+            self._slots_left,
+            lambda now: 0.0 if self._turns else self._puller.quiet_s(now),
+            self._ledger_share,
+            self._limits,
+            self._out,
+        )
         self._outgoing: list[tuple[str, bytes]] = []  # acks and the like, in order
         self._outgoing_wake = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -120,23 +126,26 @@ class WorkerServer:
         await self._bus.subscribe(broadcast, self._on_broadcast)
         await self._bus.subscribe(subjects.find(None), self._on_find)
         await self._bus.subscribe(subjects.cancel(None), self._on_cancel)
+        await self._jobs.start()
         self._loops = [asyncio.create_task(loop) for loop in (self._send(), self._keep_alive(), self._tick())]
 
     async def claim(self) -> None:
         """Take requests from now on."""
         await self._puller.start()
         await self._fair.start()
+        await self._jobs.claim()
 
     async def rest(self) -> None:
         """Take no more requests until the next `claim`; those that are held go on."""
         await self._stop_claiming()
 
     async def _stop_claiming(self) -> None:
-        await asyncio.gather(self._puller.stop(), self._fair.stop())
+        await asyncio.gather(self._puller.stop(), self._fair.stop(), self._jobs.rest())
 
     async def drain(self) -> None:
         """Claim no more; let what is claimed finish within the drain budget; hand back the rest."""
         self._table.drain()
+        self._jobs.drain()
         await self._stop_claiming()
         budget_s = self._settings.drain_budget_s
         with contextlib.suppress(TimeoutError):
@@ -144,6 +153,7 @@ class WorkerServer:
                 await self._empty()
         log.info("drained; %d requests are handed back", len(self._table))
         self._act(self._table.stop())
+        await self._jobs.settled(min(HAND_BACK_S, budget_s / 10))
 
     async def _empty(self) -> None:
         while len(self._table):
@@ -152,15 +162,16 @@ class WorkerServer:
 
     async def stop(self) -> None:
         """Send what is pending and end the engine."""
-        for task in [*self._loops, *self._preparing.values()]:
+        for task in self._loops:
             task.cancel()
-        await asyncio.gather(*self._loops, *self._preparing.values(), *self._background, return_exceptions=True)
+        await asyncio.gather(*self._loops, *self._background, return_exceptions=True)
         await self._stop_claiming()
+        await self._jobs.close()
+        await self._preparer.close()
         await self._replier.stop()
         await self._biller.stop()
         await self._flush()
         await asyncio.to_thread(self._engine.stop)
-        self._prepare_thread.shutdown(cancel_futures=True)
 
     async def watch(self) -> str:
         """Returns why this worker is of no use any more: the engine hangs, or one of the loops has ended by a defect."""
@@ -182,15 +193,16 @@ class WorkerServer:
             task.cancel()
         await self._stop_claiming()
         self._act(self._table.abandon())
+        self._jobs.abandon()
         await self._flush()
 
     def fill(self, lease: Lease) -> None:
         """The load, as of now."""
         stats, info = self._engine.stats(), self._engine.info
-        if len(self._table):
+        if len(self._table) or len(self._jobs):
             self._busy_at = time.time()
         lease.slots, lease.running, lease.waiting = info.slots, stats.running, stats.waiting
-        lease.claims, lease.busy_at = len(self._table), self._busy_at
+        lease.claims, lease.jobs, lease.busy_at = len(self._table), len(self._jobs), self._busy_at
         lease.blocks_used, lease.blocks_total = stats.blocks_used, info.blocks_total
 
     # -- what arrives --------------------------------------------------------------------------------------------------
@@ -201,14 +213,24 @@ class WorkerServer:
         return free_slots(engine.info.slots, self._hold_max, table.holding_of, full)
 
     def _share(self, credit: int) -> list[tuple[str, int]]:
-        """Whose backlog to take so many requests from. The engine is told who has one."""
-        limits = {tenant: self._limits(tenant) for tenant in self._turns.tenants}
-        standings = self._engine.standings(limits)
+        """Whose backlog to take so many requests from."""
+        return self._ledger_share(self._turns, credit, self._table.holding_of, False)
+
+    def _slots_left(self) -> int:
+        """Slots that no claimed request has, or could have."""
+        return self._engine.info.slots - self._table.holding
+
+    def _ledger_share(
+        self, turns: Turns, credit: int, holding: Mapping[str, int], detached: bool
+    ) -> list[tuple[str, int]]:
+        """Of whose queue to take how many. The engine is told who has one."""
+        limits = {tenant: self._limits(tenant) for tenant in turns.tenants}
+        standings = self._engine.standings(limits, detached)
         if not credit or not limits:
             return []
-        stats = self._engine.stats()
-        service = mean_service(stats.prompt_tokens, stats.generated_tokens, self._submitted)
-        return self._turns.share(credit, self._table.holding_of, standings, limits, service)
+        stats, runs = self._engine.stats(), self._submitted + self._jobs.submitted
+        service = mean_service(stats.prompt_tokens, stats.generated_tokens, runs)
+        return turns.share(credit, holding, standings, limits, service)
 
     def _limits(self, tenant: str) -> TenantLimits:
         return TenantLimits(weight=self._shares.weight(tenant), priority=self._shares.priority(tenant))
@@ -226,7 +248,7 @@ class WorkerServer:
         except Malformed as error:
             log.error("a message on %s is not a request: %s", message.subject, error)
             subject = subjects.dead_letter_of(message.subject)
-            self._do(self._bury(subject, message.data, message.headers, message.reply, str(error)))
+            self._do(bury(self._bus, subject, message.data, message.headers, message.reply, str(error), self._out))
             return
         self._busy_at = time.time()
         self._observer.claimed(delivery)
@@ -265,6 +287,7 @@ class WorkerServer:
         self._observer.step(events, now)
         self._meter.step(events, now)
         self._act(self._table.tokens(events, now))
+        self._jobs.tokens(events, now)
 
     # -- what is done --------------------------------------------------------------------------------------------------
 
@@ -278,10 +301,9 @@ class WorkerServer:
                 case Send():
                     self._replier.send(action.reply, action.item)
                 case Start():
-                    self._preparing[action.run] = asyncio.create_task(self._prepare(action))
+                    self._prepare(action)
                 case Abort():
-                    if (task := self._preparing.pop(action.run, None)) is not None:
-                        task.cancel()
+                    self._preparer.cancel(action.run)
                     self._engine.cancel(action.run)
                     self._observer.aborted(action.run)
                     self._meter.ended(action.run)
@@ -297,12 +319,13 @@ class WorkerServer:
                     self._out(action.handle, NAK)
                     handed_back = handed_back or subjects.is_fair(action.handle)
                 case DeadLetter():
-                    self._do(self._dead_letter(action))
+                    self._do(dead_letter(self._bus, action.delivery, action.reason, self._out))
         if handed_back:
             self._out(subjects.wake(self._version.model, self._version.version), b"")
         self._acted.set()
         self._puller.pump()
         self._fair.pump()
+        self._jobs.pump()
 
     def _came_to(self, bill: Bill) -> UsageEvent:
         request, usage = bill.delivery.request, bill.usage
@@ -323,22 +346,13 @@ class WorkerServer:
             round(metered.gpu_s, 6),
         )
 
-    async def _prepare(self, start: Start) -> None:
+    def _prepare(self, start: Start) -> None:
         request = start.request
-        loop = asyncio.get_running_loop()
-        try:
-            prompt_ids = await loop.run_in_executor(
-                self._prepare_thread, self._engine.prepare, request.input, request.sampling
-            )
-        except HeadraceError as error:
-            refused = wire.WireError(error.code, error.message, error.param)
-        except Exception as error:  # whatever a tokenizer or a template raises: it concerns this request only
-            log.exception("request %s could not be prepared", request.rid)
-            refused = wire.WireError(EngineFailed.code, f"the input could not be prepared: {error!r}")
-        else:
-            self._preparing.pop(start.run, None)
-            self._observer.started(start, time.monotonic())
-            self._meter.submitted(start.run, request.rid, len(prompt_ids), time.monotonic())
+
+        def ready(prompt_ids: list[int]) -> None:
+            now = time.monotonic()
+            self._observer.started(start, now)
+            self._meter.submitted(start.run, request.rid, len(prompt_ids), now)
             self._submitted += 1
             self._engine.submit(
                 EngineRequest(
@@ -351,10 +365,12 @@ class WorkerServer:
                     admit_by=self._admit_by(start),
                 )
             )
-            return
-        self._preparing.pop(start.run, None)
-        self._metrics.failed(refused.code)
-        self._act(self._table.failed(start.run, refused, time.monotonic()))
+
+        def refused(error: wire.WireError) -> None:
+            self._metrics.failed(error.code)
+            self._act(self._table.failed(start.run, error, time.monotonic()))
+
+        self._preparer.begin(start.run, request, ready, refused)
 
     def _admit_by(self, start: Start) -> float | None:
         """When the run should have begun: by its queue deadline, and in time for its first token."""
@@ -380,7 +396,7 @@ class WorkerServer:
     async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(self._settings.in_progress_every_s)
-            for handle in self._table.handles():
+            for handle in self._table.handles() + self._jobs.handles():
                 await self._bus.publish(handle, IN_PROGRESS)
 
     async def _tick(self) -> None:
@@ -389,6 +405,7 @@ class WorkerServer:
             now = time.monotonic()
             self._metrics.observe_stall(now - expected)
             self._act(self._table.tick(now))
+            self._jobs.tick(now)
             self._metrics.claims.set(len(self._table))
             self._metrics.count_table(self._table.redeliveries, self._table.orphans, self._table.outcomes)
             late = self._engine.stats().late
@@ -407,65 +424,3 @@ class WorkerServer:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    async def _dead_letter(self, action: DeadLetter) -> None:
-        delivery = action.delivery
-        request = delivery.request
-        subject = subjects.dead_letter(request.model, request.version, delivery.tenant)
-        headers = {
-            wire.HEADER_MSG_ID: f"{request.rid}.dlq",
-            wire.HEADER_REPLY: delivery.reply,
-            wire.HEADER_GENERATION_MS: str(int(delivery.generation_s * 1000)),
-        }
-        await self._bury(subject, wire.encode(request), headers, delivery.handle, action.reason)
-
-    async def _bury(self, subject: str, data: bytes, headers: dict[str, str], handle: str, reason: str) -> None:
-        """Keep the message in the DLQ, then end it in its stream. If it cannot be kept, it is delivered again."""
-        kept = {name: headers[name][:KEPT_HEADER_CHARACTERS_MAX] for name in KEPT_HEADERS if headers.get(name)}
-        kept.setdefault(wire.HEADER_MSG_ID, wire.new_id())
-        kept[wire.HEADER_REASON] = " ".join(reason.split())[:500]
-        if len(data) > self._bus.payload_bytes_max:  # it came from somebody who did not leave room for more headers
-            data, kept[wire.HEADER_REASON] = b"", f"{kept[wire.HEADER_REASON]} ({len(data)} bytes, not kept)"
-        try:
-            await self._bus.publish_durable(subject, data, kept)
-        except HeadraceError as error:
-            log.warning("a message could not be kept in the DLQ: %s", error.message)
-            return
-        self._out(handle, TERM)
-
-
-def read_delivery(message: Message, version: Version) -> Delivery:
-    """A pulled message as the claim table takes it. Raises Malformed for what is no request of `version`."""
-    headers = message.headers
-    if headers.get(wire.HEADER_WIRE) != wire.WIRE_VERSION:
-        raise Malformed(f"its wire version is {headers.get(wire.HEADER_WIRE)}, not {wire.WIRE_VERSION}")
-    reply = headers.get(wire.HEADER_REPLY, "")
-    if not re.match(wire.ADDRESS, reply):
-        raise Malformed(f"{wire.HEADER_REPLY} is no frame address")
-    generation_ms = headers.get(wire.HEADER_GENERATION_MS, GENERATION_MS_DEFAULT)
-    if not re.fullmatch("[0-9]{1,12}", generation_ms):
-        raise Malformed(f"{wire.HEADER_GENERATION_MS} is no number of milliseconds")
-    queue_deadline_ms = headers.get(wire.HEADER_QUEUE_DEADLINE, "")
-    if not re.fullmatch("[0-9]{0,15}", queue_deadline_ms):
-        raise Malformed(f"{wire.HEADER_QUEUE_DEADLINE} is no time in milliseconds")
-    request = wire.decode_request(message.data, headers, version.version)
-    if (request.model, request.version) != (version.model, version.version):
-        raise Malformed("its body is of another version than its subject")
-    try:
-        tenant, where = subjects.tenant_of_request(message.subject), delivery_of(message.reply)
-    except ValueError as error:
-        raise Malformed(str(error)) from None
-    if not subjects.may_have_frames(reply, tenant):
-        raise Malformed(f"{wire.HEADER_REPLY} is another tenant's")
-    return Delivery(
-        request=request,
-        tenant=tenant,
-        seq=where.sequence,
-        handle=message.reply,
-        reply=reply,
-        deliveries=where.delivered,
-        resume=headers.get(wire.HEADER_RESUME) == "1",
-        queued_ms=max(0, int(time.time() * 1000) - where.stored_ms),
-        generation_s=int(generation_ms) / 1000,
-        queue_deadline=time.monotonic() + int(queue_deadline_ms) / 1e3 - time.time() if queue_deadline_ms else None,
-    )

@@ -3,9 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
+from msgspec.structs import replace
 
-from controller.allocation import Demand, Turn, Turns, VersionKey, allocate
-from controller.autoscaler import Decision, Policy
+from controller.allocation import Demand, Turn, Turns, VersionKey, allocate, demand_of
+from controller.autoscaler import Decision, Lag, Policy, VersionFacts
 
 POLICY = Policy(turn_s=60.0, turn_min_s=30.0, starved_s=300.0, start_s_max=120.0)
 
@@ -237,3 +238,20 @@ def test_nobody_starves_and_nobody_swaps_faster_than_the_hysteresis(
         bound_s = POLICY.starved_s + len(versions) * turn_s
         assert world.longest_wait_s(each.name) <= bound_s
         assert all(served_s >= POLICY.turn_min_s - world.tick_s for served_s in world.served[each.name])
+
+
+def test_a_version_that_has_nothing_but_jobs_comes_after_all_that_somebody_waits_for() -> None:
+    facts = VersionFacts(
+        model="m",
+        version="v",
+        state="available",
+        min_replicas=0,
+        max_replicas=4,
+        idle_seconds=60.0,
+        lag=Lag(0, 0, jobs=9),
+        busy_at=0.0,
+    )
+    jobs = demand_of(facts, 5, False, 0.0, Policy())
+    asked = demand_of(replace(facts, lag=Lag(1, 0, jobs=9)), 0, False, 0.0, Policy())
+    assert jobs.has_work
+    assert jobs.priority < asked.priority

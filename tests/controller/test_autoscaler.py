@@ -386,3 +386,25 @@ class Fluid:
             self._history.loaded(self._cold_s)
         self._ready = sorted(self._ready)[:desired]
         self.desired, self.most = desired, max(self.most, desired)
+
+
+def test_a_version_at_zero_is_woken_by_a_job_and_is_not_idle_while_one_is_there() -> None:
+    first = one(facts(lag=Lag(0, 0, jobs=500)))
+    assert (first.desired, first.reasons) == (1, ("first_job",))
+    kept = one(facts(lag=Lag(0, 0, jobs=1), replicas=active(1)))
+    assert kept.desired == 1
+    assert "idle" not in kept.reasons
+    assert one(facts(lag=Lag(0, 0), replicas=active(1))).desired == 0
+
+
+def test_jobs_have_the_headroom_and_call_for_replicas_where_that_does_not_do_in_time() -> None:
+    busy = {"lag": Lag(0, 14, jobs=30), "replicas": active(2, claims=7), "service_s": 10.0, "rate": 1.4}
+    assert one(facts(**busy, job_service_s=10.0)).desired == 2  # 14 of 20 slots, and one for the jobs
+    found = one(facts(**(busy | {"lag": Lag(0, 14, jobs=1200)}), job_service_s=10.0))
+    assert (found.desired, found.reasons[0]) == (4, "jobs")  # 20 slots for ten minutes, and 14
+    assert one(facts(**(busy | {"lag": Lag(0, 14, jobs=1200)}))).desired == 2  # how long they take is not known
+
+
+def test_jobs_alone_call_for_no_more_than_they_can_use() -> None:
+    found = one(facts(lag=Lag(0, 0, jobs=3), replicas=active(1, slots=2), job_service_s=10_000.0))
+    assert found.desired == 2

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from shared import wire
+from shared.errors import VersionRetired
+from shared.jobs import Jobs
+
 
 def test_the_first_message_starts_a_worker_at_once_and_idleness_ends_it(run_bench: Any) -> None:
     async def work(bench: Any) -> None:
@@ -34,6 +38,38 @@ def test_the_first_message_starts_a_worker_at_once_and_idleness_ends_it(run_benc
         await bench.until(lambda: bench.scaler.workers)
 
     run_bench(work, tick_s=30.0)
+
+
+def test_a_job_starts_a_worker_at_once_keeps_it_and_ends_where_its_version_is_removed(run_bench: Any) -> None:
+    async def work(bench: Any) -> None:
+        await bench.start()
+        await bench.register("chat", idle_seconds=0.2)
+        await bench.available("chat")
+        it = Jobs(bench.bus)
+        began = time.monotonic()
+        ticket = await it.submit(wire.Request(wire.new_id(), "chat", "v1", wire.Input(prompt="p")), "a")
+        await bench.until(lambda: bench.scaler.workers)
+        assert time.monotonic() - began < 1.0
+        await bench.until(bench.workers)
+        for _ in range(10):
+            bench.controller.wake()
+            await asyncio.sleep(0.05)
+        assert bench.workers(), "it is idle with a job"
+        lag = bench.controller.observer.lag["chat", "v1"]
+        assert (lag.requests, lag.jobs) == (0, 1)
+        await bench.set_state("chat", "retired")
+
+        async def ended() -> bool:
+            bench.controller.wake()
+            return await it.result(ticket) is not None
+
+        await bench.until(ended)
+        result = await it.result(ticket)
+        assert result is not None
+        assert result.error is not None
+        assert result.error.code == VersionRetired.code
+
+    run_bench(work, tick_s=30.0, purge_after_s=0.1)
 
 
 def test_backlog_adds_workers_up_to_the_maximum_and_the_least_loaded_goes_first(run_bench: Any) -> None:

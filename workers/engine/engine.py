@@ -26,7 +26,16 @@ from workers.engine.observer import StepObserver
 from workers.engine.out_of_memory import give_back, is_lost, is_out_of_memory
 from workers.engine.pacer import Cost, Pacer
 from workers.engine.probe import measure
-from workers.engine.request import EngineInfo, EngineRequest, EngineStats, Item, Standing, TenantLimits, TokenEvent
+from workers.engine.request import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    Item,
+    Outside,
+    Standing,
+    TenantLimits,
+    TokenEvent,
+)
 from workers.engine.runs import Choice, Run
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, StepPlan
@@ -90,7 +99,7 @@ class BatchEngine:
             target = TPOT_MS_TARGET_GPU
         self._pacer = Pacer(target, cost)
         self._inbox: SimpleQueue[Item] = SimpleQueue()
-        self._outside: dict[str, TenantLimits] = {}
+        self._outside = {detached: Outside({}, detached) for detached in (False, True)}
         self._runs: dict[str, Run] = {}
         self._scheduler = self._new_scheduler()
         self._drafter = Drafter() if settings.speculation == "ngram" and runner.verifies_drafts else None
@@ -142,11 +151,11 @@ class BatchEngine:
     def cancel(self, key: str) -> None:
         self._inbox.put(key)
 
-    def standings(self, outside: dict[str, TenantLimits]) -> dict[str, Standing]:
-        if outside != self._outside:
-            self._outside = outside
-            self._inbox.put(outside)
-        return {tenant: self._scheduler.ledger.standing(tenant) for tenant in outside}
+    def standings(self, outside: dict[str, TenantLimits], detached: bool = False) -> dict[str, Standing]:
+        if outside != self._outside[detached].tenants:
+            self._outside[detached] = Outside(outside, detached)
+            self._inbox.put(self._outside[detached])
+        return {tenant: self._scheduler.ledger.standing(tenant, detached) for tenant in outside}
 
     @property
     def blocked(self) -> bool:
@@ -168,6 +177,7 @@ class BatchEngine:
             cache_queries=scheduler.cache.queries,
             cache_hits=scheduler.cache.hits,
             blocked=self.blocked,
+            detached_waiting=scheduler.ledger.detached,
             late=self._observer.late,
             service=scheduler.ledger.service,
             jain=scheduler.ledger.jain,
@@ -233,8 +243,8 @@ class BatchEngine:
         if isinstance(item, EngineRequest):
             self._begin(item, events)
             self._begun += 1
-        elif isinstance(item, dict):
-            self._scheduler.ledger.expect(item)
+        elif isinstance(item, Outside):
+            self._scheduler.ledger.expect(item.tenants, item.detached)
         elif item is not None and item in self._runs:
             self._end(self._runs[item])
 

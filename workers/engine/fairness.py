@@ -7,9 +7,12 @@ The counter grows by 1 for each prompt token that is not found in the cache and 
 tenant's weight; never for a token that is computed again. The waiting tenant with the smallest counter comes first. A tenant
 that begins to wait is lifted to where the others are, so that no idle or modest time earns a credit: to the smallest
 counter of those that wait or run, and to that of whoever was admitted last.
+
+Detached entries are charged to the same counters and wait in a class of their own, which is served when nothing of the first
+one can be. A tenant that begins to wait in it is lifted to where the others are in that class.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +30,9 @@ class Entry(Protocol):
 
     account: "Account[Any]"
 
+    @property
+    def detached(self) -> bool: ...
+
 
 E = TypeVar("E", bound=Entry)
 
@@ -38,6 +44,8 @@ class Account(Generic[E]):
         "_base",
         "backlogged",
         "blocks",
+        "detached",
+        "detached_slots",
         "limits",
         "live",
         "output",
@@ -51,9 +59,11 @@ class Account(Generic[E]):
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.limits = TenantLimits()
-        self.waiting: OrderedDict[E, None] = OrderedDict()
+        self.waiting: OrderedDict[E, None] = OrderedDict()  # but for what is detached,
+        self.detached: OrderedDict[E, None] = OrderedDict()  # which waits here
         self.live = 0  # entries that wait or run
         self.slots = 0  # of the batch
+        self.detached_slots = 0  # of these, those that detached entries have
         self.blocks = 0  # kept by the pool
         self.prompt = 0  # tokens charged
         self.output = 0  # tokens charged; whoever commits a step counts here
@@ -70,6 +80,9 @@ class Account(Generic[E]):
     def counter(self) -> float:
         """The virtual counter: what decides whose turn it is."""
         return self._base + (PROMPT_COST * self.prompt + OUTPUT_COST * self.output) / self.limits.weight
+
+    def queue(self, detached: bool) -> OrderedDict[E, None]:
+        return self.detached if detached else self.waiting
 
     def lift(self, floor: float) -> None:
         self._base += max(0.0, floor - self.counter)
@@ -88,94 +101,126 @@ class Account(Generic[E]):
 NOBODY: Account[Any] = Account("")  # of entries that are in no ledger
 
 
+class _Class(Generic[E]):
+    """What waits: of those that somebody waits for, or of the detached ones."""
+
+    __slots__ = ("outside", "queues", "reached", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting = 0  # entries
+        self.queues: dict[Account[E], None] = {}  # those with entries that wait
+        self.outside: set[Account[E]] = set()  # those that have something waiting before it comes to `add`
+        self.reached = 0.0  # the counter up to which everybody has been served who waited
+
+
 class TenantLedger(Generic[E]):
     """All tenants of an engine, who of them waits, and what each was charged."""
 
     def __init__(self, slots_max: int) -> None:
         """`slots_max`: of the batch, for any one tenant."""
-        self.waiting = 0  # entries
         self.service: dict[str, int] = {}  # as of the last `publish`: at most NAMED_MAX tenants and OTHERS
         self.jain = 1.0  # Jain's index, 1 is fair, of service in the time between the last two `judge`
         self._slots_max = slots_max
         self._accounts: OrderedDict[str, Account[E]] = OrderedDict()
         self.active: dict[Account[E], None] = {}  # those with entries that wait or run
-        self._queues: dict[Account[E], None] = {}  # those with entries that wait
-        self._outside: set[Account[E]] = set()  # those that have something waiting before it comes to `add`
+        self._first: _Class[E] = _Class()
+        self._detached: _Class[E] = _Class()
         self._named: set[str] = set()
         self._closed_service = 0
-        self._reached = 0.0  # the counter up to which everybody has been served who waited
+
+    @property
+    def waiting(self) -> int:
+        """Entries that wait, but for the detached ones."""
+        return self._first.waiting
+
+    @property
+    def detached(self) -> int:
+        """Detached entries that wait."""
+        return self._detached.waiting
 
     def add(self, entry: E, tenant: str, limits: TenantLimits) -> None:
         """`entry` begins to wait."""
         account = self._limited(tenant, limits)
-        if not account.waiting and account not in self._outside:
-            self._lift(account)
+        if not account.queue(entry.detached) and account not in self._class(entry.detached).outside:
+            self._lift(account, entry.detached)
         account.live += 1
         self.active[account] = None
         entry.account = account
         self._wait(entry, account)
 
-    def expect(self, outside: dict[str, TenantLimits]) -> None:
-        """These tenants, and no others, have something waiting that is to come to `add` when it is their turn."""
+    def expect(self, outside: dict[str, TenantLimits], detached: bool = False) -> None:
+        """These tenants, and no others, have something of the class waiting that is to come to `add` when it is their turn."""
         expected = {self._limited(tenant, limits) for tenant, limits in outside.items()}
-        for account in expected - self._outside:
-            if not account.waiting:
-                self._lift(account)
-        self._outside = expected
+        which = self._class(detached)
+        for account in expected - which.outside:
+            if not account.queue(detached):
+                self._lift(account, detached)
+        which.outside = expected
 
-    def standing(self, tenant: str) -> Standing:
+    def standing(self, tenant: str, detached: bool = False) -> Standing:
         """May be called on another thread, and then is as of a moment ago."""
         account = self._accounts.get(tenant)
         if account is None:
-            return Standing(self._reached, 0)
-        return Standing(account.counter, len(account.waiting))
+            return Standing(self._class(detached).reached, 0)
+        return Standing(account.counter, len(account.queue(detached)))
 
     def put_back(self, entry: E) -> None:
         """`entry` has left the batch and must wait again, before what its tenant has waiting."""
         account = entry.account
         self._wait(entry, account)
-        account.waiting.move_to_end(entry, last=False)
+        account.queue(entry.detached).move_to_end(entry, last=False)
 
-    def order(self) -> list[Account[E]]:
-        """The tenants that have something waiting, in the order in which they are to be served."""
-        queues = list(self._queues)
+    def order(self, detached: bool = False) -> list[Account[E]]:
+        """The tenants that have something of the class waiting, in the order in which they are to be served."""
+        queues = list(self._class(detached).queues)
         if len(queues) > 1:
             queues.sort(key=Account.rank)
         return queues
 
-    def head(self) -> E | None:
-        """What is to enter the batch next: of the first tenant in order that is not at its cap."""
-        return next((next(iter(account.waiting)) for account in self.order() if not self.at_cap(account)), None)
+    def head(self, detached: bool = False) -> E | None:
+        """What of the class is to enter the batch next: of the first tenant in order that is not at its cap."""
+        for account in self.order(detached):
+            if not self.at_cap(account, detached):
+                return next(iter(account.queue(detached)))
+        return None
 
-    def at_cap(self, account: Account[E]) -> bool:
-        """Whether a tenant has all the slots that it may have. It is passed over, and blocks nobody."""
+    def at_cap(self, account: Account[E], detached: bool = False) -> bool:
+        """Whether a tenant has all the slots that it may have. It is passed over, and blocks nobody.
+
+        What detached entries have is at hand for the others: only more of the former is refused for it.
+        """
         own = account.limits.slots_max
-        return account.slots >= max(1, self._slots_max if own is None else min(own, self._slots_max))
+        slots = account.slots if detached else account.slots - account.detached_slots
+        return slots >= max(1, self._slots_max if own is None else min(own, self._slots_max))
 
     def admit(self, entry: E, uncached: int, in_turn: bool = True) -> None:
         """`entry` enters the batch; `uncached` tokens of its prompt are charged. `in_turn`: it was its tenant's turn."""
         account = entry.account
         if in_turn:
-            self._reached = max(self._reached, account.counter)
-        if entry in account.waiting:
+            which = self._class(entry.detached)
+            which.reached = max(which.reached, account.counter)
+        if entry in account.queue(entry.detached):
             self._unwait(entry, account)
         account.slots += 1
+        account.detached_slots += entry.detached
         account.prompt += uncached
 
     def leave(self, entry: E) -> None:
         """`entry` left the batch; it may have ended or not."""
         entry.account.slots -= 1
+        entry.account.detached_slots -= entry.detached
 
     def remove(self, entry: E) -> None:
         """`entry` ended. If it was in the batch, it has left it."""
         account = entry.account
-        if entry in account.waiting:
+        if entry in account.queue(entry.detached):
             self._unwait(entry, account)
         account.live -= 1
         if account.live == 0:
             del self.active[account]
             if not self.active:
-                self._reached = max(self._reached, account.counter)
+                for which in (self._first, self._detached):
+                    which.reached = max(which.reached, account.counter)
             self._accounts.move_to_end(account.tenant)
             self._close_idle()
 
@@ -204,29 +249,45 @@ class TenantLedger(Generic[E]):
         """Take stock of `jain`: over those that have waited since the last time and were at no cap of their own."""
         got = [
             (account.service - account.backlogged) / account.limits.weight
-            for account in self._queues
+            for account in self._first.queues
             if account.backlogged is not None
         ]
         squares = sum(each * each for each in got)
         self.jain = sum(got) ** 2 / (len(got) * squares) if squares else 1.0
-        for account in self._queues:
+        for account in self._first.queues:
             account.backlogged = account.service
 
     def check(self, running: Iterable[E]) -> None:
         """Assert that the counts are those of the entries that wait and of `running`."""
-        slots: dict[Account[E], int] = {}
+        slots, detached_slots = Counter[Account[E]](), Counter[Account[E]]()
         for entry in running:
-            slots[entry.account] = slots.get(entry.account, 0) + 1
+            slots[entry.account] += 1
+            detached_slots[entry.account] += entry.detached
         for account in self._accounts.values():
-            assert account.slots == slots.get(account, 0), f"{account.tenant}: {account.slots} slots"
-            assert (account in self._queues) == bool(account.waiting), f"{account.tenant}: waits and does not"
+            held = (account.slots, account.detached_slots)
+            assert held == (slots[account], detached_slots[account]), f"{account.tenant}: {held} slots"
+            for detached in (False, True):
+                waits = account in self._class(detached).queues
+                assert waits == bool(account.queue(detached)), f"{account.tenant}: waits and does not"
             assert (account in self.active) == (account.live > 0), f"{account.tenant}: {account.live} live"
-            assert account.live >= account.slots + len(account.waiting), f"{account.tenant}: {account.live} live"
-        assert self.waiting == sum(len(account.waiting) for account in self._queues), f"{self.waiting} waiting"
+            entries = account.slots + len(account.waiting) + len(account.detached)
+            assert account.live >= entries, f"{account.tenant}: {account.live} live"
+        for detached in (False, True):
+            which = self._class(detached)
+            waiting = sum(len(account.queue(detached)) for account in which.queues)
+            assert which.waiting == waiting, f"{which.waiting} waiting"
 
-    def _lift(self, account: Account[E]) -> None:
-        others = (each.counter for each in {*self.active, *self._outside} if each is not account)
-        account.lift(max(self._reached, min(others, default=0.0)))
+    def _class(self, detached: bool) -> _Class[E]:
+        return self._detached if detached else self._first
+
+    def _lift(self, account: Account[E], detached: bool) -> None:
+        which = self._class(detached)
+        others = (
+            each.counter
+            for each in {*self.active, *which.outside}
+            if each is not account and (not detached or each.detached or each.detached_slots or each in which.outside)
+        )
+        account.lift(max(which.reached, min(others, default=0.0)))
 
     def _limited(self, tenant: str, limits: TenantLimits) -> Account[E]:
         account = self._account(tenant)
@@ -243,24 +304,28 @@ class TenantLedger(Generic[E]):
         return account
 
     def _wait(self, entry: E, account: Account[E]) -> None:
-        account.waiting[entry] = None
-        self._queues[account] = None
-        self.waiting += 1
+        which = self._class(entry.detached)
+        account.queue(entry.detached)[entry] = None
+        which.queues[account] = None
+        which.waiting += 1
 
     def _unwait(self, entry: E, account: Account[E]) -> None:
-        del account.waiting[entry]
-        self.waiting -= 1
-        if not account.waiting:
-            account.backlogged = None
-            del self._queues[account]
+        which, queue = self._class(entry.detached), account.queue(entry.detached)
+        del queue[entry]
+        which.waiting -= 1
+        if not queue:
+            if not entry.detached:
+                account.backlogged = None
+            del which.queues[account]
 
     def _close_idle(self) -> None:
         """The accounts are in the order in which they became idle, or were opened: few need to be looked at."""
         if len(self._accounts) <= ACCOUNTS_MAX:
             return
         for account in self._accounts.values():
-            idle = account.live == 0 and account.blocks == 0 and account not in self._outside
-            if idle and account.tenant not in self._named:
+            idle = account.live == 0 and account.blocks == 0
+            expected = account in self._first.outside or account in self._detached.outside
+            if idle and not expected and account.tenant not in self._named:
                 self._closed_service += account.service
                 del self._accounts[account.tenant]
                 return

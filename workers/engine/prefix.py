@@ -77,7 +77,7 @@ class PrefixCache:
 
     def _comes_soon(self, sequence: Sequence, hashes: list[bytes], found: int) -> bool:
         other = self._computing.get(hashes[found]) if found < len(hashes) else None
-        if other is None:
+        if other is None or (other.detached and not sequence.detached):  # that one may have to leave any moment
             return False
         common = found
         while common < min(len(hashes), len(other.hashes)) and hashes[common] == other.hashes[common]:

@@ -22,7 +22,7 @@ class Standing(msgspec.Struct, frozen=True):
     """Where a tenant stands with the ledger of an engine."""
 
     counter: float  # of two tenants of one priority, the smaller one is served next
-    waiting: int  # sequences that are not in the batch
+    waiting: int  # sequences of the class that are not in the batch
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
@@ -35,9 +35,17 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     prefix: list[list[int]] = []  # per choice: ids handed out before (by another worker), an echo's too; [] = none
     limits: TenantLimits = TenantLimits()  # the tenant's, as of now
     admit_by: float | None = None  # time.monotonic() by which it should be in the batch; None: no matter when
+    detached: bool = False  # nobody waits for it: it has what the others leave, and leaves the batch first
 
 
-Item = EngineRequest | str | dict[str, TenantLimits] | None
+class Outside(msgspec.Struct, frozen=True):
+    """Who has requests of a class that wait to be submitted."""
+
+    tenants: dict[str, TenantLimits]
+    detached: bool
+
+
+Item = EngineRequest | str | Outside | None
 """What an engine's thread is told: a run, the key of one to cancel, who waits outside; None: look whether to stop."""
 
 
@@ -78,7 +86,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """A snapshot, consistent to within one step."""
 
     running: int
-    waiting: int
+    waiting: int  # but for the detached ones
     blocks_used: int
     steps: int
     prompt_tokens: int
@@ -90,6 +98,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     cache_queries: int = 0  # prompt tokens looked up in the prefix cache
     cache_hits: int = 0  # of those, found
     blocked: bool = False  # as the engine's
+    detached_waiting: int = 0  # detached sequences that are not in the batch
     late: tuple[str, ...] = ()  # runs that have not begun and will hardly be in the batch by their `admit_by`
     service: dict[str, int] = {}  # prompt tokens computed + 2 x generated, of a bounded number of tenants
     drafted: int = 0  # tokens guessed, for a step to verify
@@ -120,8 +129,8 @@ class Engine(Protocol):
     def cancel(self, key: str) -> None:
         """End a run at the next step edge: its slot and blocks are free then, and no more events come. Idempotent."""
 
-    def standings(self, outside: dict[str, TenantLimits]) -> dict[str, Standing]:
-        """Of the tenants that have requests which wait to be submitted: from now on they wait for the ledger, too.
+    def standings(self, outside: dict[str, TenantLimits], detached: bool = False) -> dict[str, Standing]:
+        """Of the tenants that have requests of a class which wait to be submitted: from now on they wait for the ledger, too.
 
         What they are owed is kept for them, while a tenant without anything waiting earns nothing.
         """

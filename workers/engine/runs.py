@@ -140,6 +140,7 @@ class Run:
             tokens=prompt + prefix,
             prompt_length=len(prompt),
             length_max=length_max,
+            detached=request.detached,
             matcher=matcher,
             score_from=score_from,
             fresh=score_from is not None,

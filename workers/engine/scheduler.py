@@ -50,11 +50,13 @@ class Scheduler:
         self.ledger: TenantLedger[Sequence] = TenantLedger(slots - int(slots * reserved_fraction))
         self.pacer = pacer or Pacer()
         self.running: OrderedDict[Sequence, None] = OrderedDict()  # in the order of admission
+        self.detached: OrderedDict[Sequence, None] = OrderedDict()  # of these, the detached ones
         self.preemptions = 0
         self.steps = 0
         self.blocked = (
             False  # some wait for a slot, memory or a smaller batch, not only for caps that leave others a part
         )
+        self.short = False  # one of these waits for a slot, memory or a smaller batch that nobody can leave it
         self.late = False  # a prefill is about to miss its target: whoever has a clock says so before `plan`
         self.places = 0  # sequences in the batch of the last plan
         self.residence = 0.0  # steps from admission to the end: a moving mean
@@ -67,14 +69,16 @@ class Scheduler:
         self._suspects: OrderedDict[Sequence, None] = OrderedDict()
         self._worn: OrderedDict[Sequence, None] = OrderedDict()  # preempted often: they come first and stay
         self._growing: list[Sequence] = []  # may need a block for their next token
+        self._yielded: list[Sequence] = []  # detached ones that left for others in this plan
 
     @property
     def waiting(self) -> int:
+        """Sequences that wait for the batch, but for the detached ones."""
         return self.ledger.waiting + sum(suspect.slot < 0 for suspect in self._suspects)
 
     @property
     def idle(self) -> bool:
-        return not (self.running or self.ledger.waiting or self._suspects)
+        return not (self.running or self.ledger.waiting or self.ledger.detached or self._suspects)
 
     def capacity(self, limits: TenantLimits) -> int:
         """Tokens of the longest sequence that a tenant with these limits can ever have."""
@@ -96,8 +100,9 @@ class Scheduler:
         self.ledger.remove(sequence)
 
     def plan(self) -> StepPlan:
-        """The next step: every decode, then unfinished prefills, then admissions."""
+        """The next step: every decode, then unfinished prefills, then admissions, at last of detached sequences."""
         self.steps += 1
+        self._yielded.clear()
         if self._suspects:
             return self._plan_alone()
         preempted, admits = self._grow() if self._growing else (0, True)
@@ -117,15 +122,15 @@ class Scheduler:
                 slices.append(Slice(sequence, length - 1, 1, True))
         decodes = len(slices) + self._prefill_chunk - room
         load = Load(len(slices), decodes, context) if self.pacer.bounds else None
-        self.blocked = not admits
-        if prefills or self.ledger.waiting:
+        self.blocked = self.short = not admits
+        if prefills or self.ledger.waiting or self.ledger.detached:
             if load is not None:
                 start = prefills[0].computed if prefills else 0
                 room = min(room, self.pacer.room(load.decodes, load.context, start, self.late))
             self._prefill(slices, prefills, max(1, room), admits)
-            load = load_of(slices, load) if load is not None else None
+            load = load_of(slices, load if not self._yielded else None) if load is not None else None
         self.places = len(self.running)
-        return StepPlan(slices, preempted, load)
+        return StepPlan(slices, preempted + len(self._yielded), load)
 
     def commit(self, plan: StepPlan, tokens: list[int], counts: list[int] | None = None) -> None:
         """The step is done. `tokens` were sampled, in the order of the slices that sample.
@@ -163,7 +168,8 @@ class Scheduler:
         """
         running, steps, context = self.running, BLOCK_TOKENS - 1, 0
         load = Load(len(running), len(running))
-        if self._suspects or (self.ledger.waiting and len(running) < self.slots_limit):
+        waiting = self.ledger.waiting or self.ledger.detached
+        if self._suspects or (waiting and len(running) < self.slots_limit) or (self.ledger.waiting and self.detached):
             return 0, load
         for sequence in running:
             length = len(sequence.tokens)
@@ -242,6 +248,7 @@ class Scheduler:
         self.ledger.check(self.running)
         held = {block for sequence in self.running for block in sequence.blocks}
         assert len(held) == self.pool.used, f"{len(held)} blocks held, {self.pool.used} used"
+        assert list(self.detached) == [sequence for sequence in self.running if sequence.detached]
         slots = [sequence.slot for sequence in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.slots)), f"slots {sorted(slots)}"
         for sequence in self.running:
@@ -273,23 +280,51 @@ class Scheduler:
         return preempted, admits
 
     def _prefill(self, slices: list[Slice], prefills: list[Sequence], room: int, admits: bool) -> None:
-        """Share `room` tokens among `prefills` and whoever else can be admitted; add their slices."""
-        owed = sum(len(sequence.tokens) - sequence.computed for sequence in prefills)
+        """Share `room` tokens among `prefills` and whoever else can be admitted; add their slices.
+
+        Detached sequences have what the others leave.
+        """
+        first = [sequence for sequence in prefills if not sequence.detached]
+        owed = _owed(first)
         while admits:
             # One tenant's long prompt does not keep all others out: when it takes the whole step, another's may enter.
             besides = None
             if owed >= room:
-                besides = prefills[0].account
-                if any(sequence.account is not besides for sequence in prefills):
+                besides = first[0].account
+                if any(sequence.account is not besides for sequence in first):
                     break
             admitted = self._admit(besides)
             if admitted is None:
                 break
-            prefills.append(admitted)
+            first.append(admitted)
             owed += len(admitted.tokens) - admitted.computed
-        for sequence, count in shares(prefills, room):
+        if self._yielded:
+            slices[:] = [part for part in slices if part.sequence.slot >= 0]
+        rest = [sequence for sequence in prefills if sequence.detached and sequence.slot >= 0]
+        room_left = max(0, room - owed)
+        if room_left and not self.short and self.ledger.detached:
+            self._fill(rest, room_left)
+        for sequence, count in shares(first, room) + shares(rest, room_left):
             start = sequence.computed
             slices.append(Slice(sequence, start, count, start + count == len(sequence.tokens)))
+
+    def _fill(self, prefills: list[Sequence], room: int) -> None:
+        """Admit detached sequences, by the ledger, to what is left of the step, of slots and of memory."""
+        owed = _owed(prefills)
+        while owed < room and len(self.running) < self.slots_limit:
+            admitted = None
+            for account in self.ledger.order(detached=True):
+                sequence = next(iter(account.detached))
+                if self.ledger.at_cap(account, detached=True) or sequence in self._yielded:
+                    continue
+                if not self.cache.is_awaited(sequence):
+                    admitted = self._try(sequence, in_turn=True)
+                    if admitted is not None or not sequence.capped:
+                        break
+            if admitted is None:
+                return
+            prefills.append(admitted)
+            owed += len(admitted.tokens) - admitted.computed
 
     def _plan_alone(self) -> StepPlan:
         sequence = next(iter(self._suspects))
@@ -309,8 +344,8 @@ class Scheduler:
         """Let the next sequence in. `besides`: not of this tenant, if it is its turn nobody enters."""
         if not self.ledger.waiting:
             return None
-        if len(self.running) >= self.slots_limit:
-            self.blocked = True
+        if len(self.running) >= self.slots_limit and not self.detached:
+            self.blocked = self.short = True
             return None
         worn = next((each for each in self._worn if each.slot < 0), None)
         if worn is not None:
@@ -332,29 +367,63 @@ class Scheduler:
         return None
 
     def _try(self, sequence: Sequence, in_turn: bool) -> Sequence | None:
-        """Let `sequence` in, if it has the memory for all its tokens. If what it lacks is memory or pace, `blocked` is set."""
-        pool, account, running = self.pool, sequence.account, len(self.running)
-        length = len(sequence.tokens)
-        if running and self.pacer.bounds:
-            context = sum([len(each.tokens) for each in self.running]) + length
-            if not self.pacer.admits(running + 1, context):
-                self.blocked = True
+        """Let `sequence` in, if it has the memory for all its tokens. If what it lacks is memory or pace, `blocked` is set.
+
+        Unless it is detached itself, those that are leave the batch for it.
+        """
+        pool, account = self.pool, sequence.account
+        while self.running and not self._is_paced(sequence):
+            sequence.capped = False
+            if not self._yields_to(sequence, None):
+                self._note_short(sequence)
                 return None
-        if running and sequence.lacked == pool.returned:
-            self.blocked = not sequence.capped
+        if self.running and sequence.lacked == pool.returned and (sequence.detached or not self.detached):
+            self._note_short(sequence)
             return None
-        found = self.cache.find(sequence)
-        if found is None:
-            return None
-        taken = blocks_for(length) - len(found) + pool.idle(found)
-        cap = self._blocks_cap(account.limits)
-        sequence.capped = account.slots > 0 and account.blocks + taken + account.slots > cap
-        if sequence.capped or (running and taken + self._growth(sequence.preemptions) > pool.free):
-            sequence.lacked = pool.returned
-            self.blocked = not sequence.capped
-            return None
+        while True:
+            found = self.cache.find(sequence)
+            if found is None:
+                return None
+            taken = blocks_for(len(sequence.tokens)) - len(found) + pool.idle(found)
+            cap = self._blocks_cap(account.limits)
+            sequence.capped = account.slots > 0 and account.blocks + taken + account.slots > cap
+            if not sequence.capped and (not self.running or taken + self._growth(sequence.preemptions) <= pool.free):
+                break
+            if not self._yields_to(sequence, account if sequence.capped else None):
+                sequence.lacked = pool.returned
+                self._note_short(sequence)
+                return None
+        if self.ledger.at_cap(account, detached=True):
+            self._yields_to(sequence, account)
         self._enter(sequence, found, in_turn)
         return sequence
+
+    def _note_short(self, sequence: Sequence) -> None:
+        """`sequence` cannot enter; for its tenant's cap that is its own affair, and a detached one keeps nobody waiting."""
+        if not (sequence.capped or sequence.detached):
+            self.blocked = self.short = True
+
+    def _is_paced(self, sequence: Sequence) -> bool:
+        """Whether there is a slot for one more, and steps with it are in time."""
+        running = len(self.running)
+        if running >= self.slots_limit:
+            return False
+        if not self.pacer.bounds:
+            return True
+        context = sum([len(each.tokens) for each in self.running]) + len(sequence.tokens)
+        return self.pacer.admits(running + 1, context)
+
+    def _yields_to(self, sequence: Sequence, account: Account[Sequence] | None) -> bool:
+        """Whether a detached sequence has left the batch for `sequence`; `account`: one of that tenant."""
+        if sequence.detached:
+            return False
+        candidates = [each for each in self.detached if account is None or each.account is account]
+        if not candidates:
+            return False
+        victim = self.ledger.victim(candidates)
+        self._put_back(victim)
+        self._yielded.append(victim)
+        return True
 
     def _growth(self, doublings: int) -> int:
         """Blocks that must stay free for those in the batch: without them, an admission would end in preemption.
@@ -362,6 +431,7 @@ class Scheduler:
         Each of them soon needs one more, as far as its tenant's cap lets it. Whoever was preempted for lack of them comes back
         when there are twice as many, and so on.
         """
+        doublings = min(doublings, PREEMPTIONS_MAX)
         return sum(
             min(account.slots << doublings, max(0, self._blocks_cap(account.limits) - account.blocks))
             for account in self.ledger.active
@@ -381,6 +451,8 @@ class Scheduler:
         sequence.computed = len(found) * BLOCK_TOKENS
         sequence.entered = self.steps
         self.running[sequence] = None
+        if sequence.detached:
+            self.detached[sequence] = None
         uncached = len(sequence.tokens) - sequence.computed if sequence.cached < 0 else 0  # else charged before
         self.ledger.admit(sequence, uncached, in_turn)
         self.cache.entered(sequence)
@@ -392,24 +464,30 @@ class Scheduler:
         account = sequence.account
         others = account.slots - (sequence.slot >= 0)
         if others and account.blocks + count > self._blocks_cap(account.limits):
-            return next(each for each in reversed(self.running) if each.account is account)
+            of_tenant = [each for each in self.running if each.account is account]
+            return next((each for each in reversed(of_tenant) if each.detached), of_tenant[-1])
         if count <= self.pool.free:
             return None
         return self._leaver()
 
     def _leaver(self) -> Sequence:
-        return self.ledger.victim([each for each in self.running if each not in self._worn] or self.running)
+        fresh = [each for each in self.running if each not in self._worn]
+        return self.ledger.victim(self.detached or fresh or self.running)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.preemptions += 1
         sequence.preemptions += 1
-        if sequence.preemptions >= PREEMPTIONS_MAX:
+        if sequence.preemptions >= PREEMPTIONS_MAX and not sequence.detached:
             self._worn[sequence] = None
+        self._put_back(sequence)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        self.preemptions += 1
         self._release(sequence)
         self.ledger.put_back(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         del self.running[sequence]
+        self.detached.pop(sequence, None)
         self.cache.leaves(sequence)
         self.pool.give_back(sequence.blocks)
         self._free_slots.append(sequence.slot)
@@ -417,6 +495,11 @@ class Scheduler:
         sequence.blocks = []
         sequence.slot = -1
         sequence.computed = 0
+
+
+def _owed(prefills: list[Sequence]) -> int:
+    """Tokens of prompts that these still lack."""
+    return sum(len(sequence.tokens) - sequence.computed for sequence in prefills)
 
 
 def _guess(sequence: Sequence, length: int, room: int) -> Slice:

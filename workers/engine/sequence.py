@@ -42,6 +42,7 @@ class Sequence:
     lacked: int = -1  # what the pool had returned when this one last lacked memory,
     capped: bool = False  # because of its tenant's cap
     entered: int = 0  # the step in which it was admitted
+    detached: bool = False  # nobody waits for it: it has what the others leave, and leaves first
 
     @property
     def output_index(self) -> int:

@@ -19,7 +19,16 @@ from workers.engine.blocks import blocks_for
 from workers.engine.checks import check_ids, check_length, check_sampling
 from workers.engine.engine import LOST
 from workers.engine.fairness import TenantLedger
-from workers.engine.request import EngineInfo, EngineRequest, EngineStats, Item, Standing, TenantLimits, TokenEvent
+from workers.engine.request import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    Item,
+    Outside,
+    Standing,
+    TenantLimits,
+    TokenEvent,
+)
 from workers.engine.runs import Choice, Run
 from workers.engine.text import TextSide
 from workers.engine.vllm_params import logprob, parameters, refuse_what_differs
@@ -60,7 +69,7 @@ class VllmEngine:
         self._text = text
         self._ledger: TenantLedger[Choice] = TenantLedger(info.slots)
         self._inbox: SimpleQueue[Item] = SimpleQueue()
-        self._outside: dict[str, TenantLimits] = {}
+        self._outside = {detached: Outside({}, detached) for detached in (False, True)}
         self._runs: dict[str, Run] = {}
         self._running: dict[str, Choice] = {}  # by the id that vLLM knows
         self._submitted = 0
@@ -68,6 +77,7 @@ class VllmEngine:
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._preemptions = 0
         self._step_started = 0.0
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -104,11 +114,11 @@ class VllmEngine:
     def cancel(self, key: str) -> None:
         self._inbox.put(key)
 
-    def standings(self, outside: dict[str, TenantLimits]) -> dict[str, Standing]:
-        if outside != self._outside:
-            self._outside = outside
-            self._inbox.put(outside)
-        return {tenant: self._ledger.standing(tenant) for tenant in outside}
+    def standings(self, outside: dict[str, TenantLimits], detached: bool = False) -> dict[str, Standing]:
+        if outside != self._outside[detached].tenants:
+            self._outside[detached] = Outside(outside, detached)
+            self._inbox.put(self._outside[detached])
+        return {tenant: self._ledger.standing(tenant, detached) for tenant in outside}
 
     @property
     def blocked(self) -> bool:
@@ -122,7 +132,8 @@ class VllmEngine:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
-            preemptions=0,
+            preemptions=self._preemptions,
+            detached_waiting=self._ledger.detached,
             step_started=self._step_started,
             service=self._ledger.service,
             jain=self._ledger.jain,
@@ -148,7 +159,7 @@ class VllmEngine:
 
     def _intake(self, events: list[TokenEvent]) -> None:
         """Take in what was submitted and cancelled; wait for it if there is nothing else to do."""
-        if not self._running and not self._ledger.waiting:
+        if not (self._running or self._ledger.waiting or self._ledger.detached):
             self._ledger.publish()
             self._take(self._inbox.get(), events)
         while True:
@@ -162,8 +173,8 @@ class VllmEngine:
         if isinstance(item, EngineRequest):
             self._begin(item, events)
             self._begun += 1
-        elif isinstance(item, dict):
-            self._ledger.expect(item)
+        elif isinstance(item, Outside):
+            self._ledger.expect(item.tenants, item.detached)
         elif item is not None and item in self._runs:
             self._end(self._runs[item])
 
@@ -195,18 +206,39 @@ class VllmEngine:
 
     def _admit(self) -> None:
         """Give vLLM the next choices in our order, as many as have a slot and the memory for their tokens."""
-        while len(self._running) < self.info.slots and (choice := self._ledger.head()) is not None:
-            # Each running sequence soon needs a block more.
-            needed = blocks_for(len(choice.tokens)) + len(self._running)
-            if self._running and needed > self.info.blocks_total - self._blocks_used():
-                return
-            self._ledger.admit(choice, len(choice.tokens))
+        while (choice := self._ledger.head() or self._ledger.head(detached=True)) is not None:
+            while not self._has_room(choice):
+                if not self._yields_to(choice):
+                    return
+            self._ledger.admit(choice, 0 if choice.preemptions else len(choice.tokens))
             params = parameters(
                 choice.sampling, choice.choice, choice.output_index, choice.length_max - len(choice.tokens)
             )
             name = _name(choice)
             self._running[name] = choice
             self._llm.add_request(name, {"prompt_token_ids": list(choice.tokens)}, self._make_params(**params))
+
+    def _has_room(self, choice: Choice) -> bool:
+        if not self._running:
+            return True
+        # Each running sequence soon needs a block more.
+        needed = blocks_for(len(choice.tokens)) + len(self._running)
+        return len(self._running) < self.info.slots and needed <= self.info.blocks_total - self._blocks_used()
+
+    def _yields_to(self, choice: Choice) -> bool:
+        """Whether a detached sequence has left the batch for `choice`, which is not detached."""
+        candidates = [each for each in self._running.values() if each.detached]
+        if choice.detached or not candidates:
+            return False
+        victim = self._ledger.victim(candidates)
+        name = _name(victim)
+        del self._running[name]
+        self._llm.abort_request([name])
+        victim.preemptions += 1
+        self._preemptions += 1
+        self._ledger.leave(victim)
+        self._ledger.put_back(victim)
+        return True
 
     def _step(self, events: list[TokenEvent]) -> None:
         self._step_started = time.monotonic()
@@ -267,7 +299,7 @@ class VllmEngine:
         """Forget a run before its end."""
         del self._runs[run.key]
         for choice in run.choices:
-            if choice in choice.account.waiting:
+            if choice in choice.account.queue(choice.detached):
                 self._ledger.remove(choice)
         self._abort([choice for choice in run.choices if _name(choice) in self._running])
 
@@ -296,4 +328,5 @@ class VllmEngine:
 
 
 def _name(choice: Choice) -> str:
-    return f"{choice.key}/{choice.choice}"
+    """Another one after each preemption: vLLM may still tell of the request that was aborted."""
+    return f"{choice.key}/{choice.choice}" + (f"/{choice.preemptions}" if choice.preemptions else "")

@@ -14,8 +14,9 @@ A100 = Cost(step=18.4, decode=0.08)
 
 
 class Entry:
-    def __init__(self) -> None:
+    def __init__(self, detached: bool = False) -> None:
         self.account: Account[Entry] = NOBODY
+        self.detached = detached
 
 
 def add(ledger: TenantLedger[Entry], tenant: str, weight: float = 1.0) -> Entry:

@@ -300,3 +300,77 @@ def test_drafts_and_prefills_share_what_a_step_may_carry() -> None:
     it.add(sequence("b", 30))
     one.draft = (8,) * 6
     assert [part.count for part in it.plan().slices] == [7, 2]
+
+
+def detached(key: str, prompt: int, output: int = 10, tenant: str = "t") -> Sequence:
+    found = sequence(key, prompt, output, tenant)
+    found.detached = True
+    return found
+
+
+def test_detached_sequences_leave_their_slots_in_the_step_in_which_others_come() -> None:
+    it = scheduler(slots=4, chunk=64)
+    jobs = [detached(f"job{number}", 5, output=90, tenant="ab"[number % 2]) for number in range(5)]
+    for each in jobs:
+        it.add(each)
+    step(it)
+    assert [each.slot >= 0 for each in jobs] == [True] * 4 + [False]
+    for number in range(3):
+        it.add(sequence(f"ask{number}", 5, tenant="a"))
+    planned = [key for key, *_ in step(it)]
+    assert planned[1:] == ["ask0", "ask1", "ask2"]
+    assert (it.waiting, it.ledger.detached, it.blocked) == (0, 4, False)
+    for _ in range(10):
+        step_and_end(it)
+    assert len(it.detached) == 4
+    while it.running:
+        step_and_end(it)
+    assert it.idle
+
+
+def test_detached_sequences_leave_their_memory_to_others_and_wait_where_somebody_waits_for_it() -> None:
+    it = scheduler(blocks=10, chunk=64)
+    job = detached("job", 60, output=90)
+    it.add(job)
+    step(it)
+    it.add(sequence("large", 100, output=20, tenant="b"))
+    assert [key for key, *_ in step(it)] == ["large"]
+    it.add(sequence("larger", 130, output=20, tenant="c"))
+    step(it)
+    assert (it.blocked, job.slot) == (True, -1)
+
+
+def test_a_prompt_that_somebody_waits_for_comes_before_those_of_detached_sequences() -> None:
+    it = scheduler(chunk=32)
+    it.add(detached("job", 100))
+    step(it)
+    it.add(sequence("ask", 40))
+    assert [step(it) for _ in range(2)] == [
+        [("ask", 0, 32, False)],
+        [("ask", 32, 8, True), ("job", 32, 24, False)],
+    ]
+
+
+def test_a_tenants_own_detached_sequences_do_not_keep_it_at_its_cap() -> None:
+    it = scheduler(slots=4, chunk=64)
+    limits = TenantLimits(slots_max=2)
+    for key in ("job0", "job1", "job2"):
+        it.add(detached(key, 5), limits)
+    step(it)
+    assert len(it.detached) == 2
+    it.add(sequence("ask", 5), limits)
+    assert [key for key, *_ in step(it)] == ["job0", "ask"]
+
+
+def test_tenants_share_by_weight_what_is_left_for_detached_work_and_pay_for_it() -> None:
+    it = scheduler(blocks=4000, slots=6, chunk=512)
+    weights = {"a": 1.0, "b": 3.0}
+    for number in range(400):
+        for tenant, weight in weights.items():
+            it.add(detached(f"{tenant}{number}", 8, output=4, tenant=tenant), TenantLimits(weight=weight))
+    for _ in range(300):
+        step_and_end(it)
+    service = {account.tenant: account.service for account in it.ledger.active}
+    assert service["b"] / service["a"] == pytest.approx(3, rel=0.05)
+    it.add(sequence("ask", 5, tenant="new"))
+    assert it.ledger.standing("new").counter >= min(it.ledger.standing(tenant).counter for tenant in weights)

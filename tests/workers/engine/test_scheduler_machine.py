@@ -65,8 +65,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         own=st.integers(1, 20),
         output=st.sampled_from([60, 1, 5, 30, 100]),
         choices=st.sampled_from([1, 1, 2, 3]),
+        detached=st.sampled_from([False, False, True]),
     )
-    def submit(self, tenant: str, limits: int, stem: int, shared: int, own: int, output: int, choices: int) -> None:
+    def submit(
+        self, tenant: str, limits: int, stem: int, shared: int, own: int, output: int, choices: int, detached: bool
+    ) -> None:
         own_limits = LIMITS[limits] if self.limits is None else self.limits[tenant]
         capacity = self.scheduler.capacity(own_limits)
         self.count += 1
@@ -75,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for choice in range(choices):
             key = f"{self.count}.{choice}"
             sequence = Sequence(key, tenant, choice, Sampling(seed=self.count), list(prompt), len(prompt), length_max)
+            sequence.detached = detached
             self.alive.append(sequence)
             self.scheduler.add(sequence, own_limits)
 
@@ -126,6 +130,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.slices, "a plan is empty while sequences are here"
         assert len({part.sequence for part in plan.slices}) == len(plan.slices)
         assert len(plan.slices) <= self.scheduler.slots
+        if self.scheduler.short and not plan.preempted:
+            assert not self.scheduler.detached, "somebody waits for room that a detached sequence has"
         beyond = sum(part.count for part in plan.slices) - len(plan.slices)
         assert beyond <= self.chunk, "more than a step may carry beside one token of each"
         for part in plan.slices:
@@ -156,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.check()
         self.pool.check_each()
         assert scheduler.idle == (not self.alive)
-        assert len(scheduler.running) + scheduler.waiting == len(self.alive)
+        assert len(scheduler.running) + scheduler.waiting + scheduler.ledger.detached == len(self.alive)
         for sequence in scheduler.running:
             account = sequence.account
             assert account.slots <= scheduler.ledger._slots_max
