@@ -255,7 +255,7 @@ class Bus(KeyValue):
         await client.flush()
 
     async def _probe(self) -> None:
-        while True:
+        while not self._closing:  # a flush that is answered in the moment in which it is cancelled swallows that
             await asyncio.sleep(PROBE_EVERY_S)
             client = self._client
             if not client.is_connected:
