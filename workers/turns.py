@@ -70,13 +70,14 @@ class Turns:
         queue.pulling, queue.hinted = count, False
 
     def message(self, tenant: str, left: int) -> bool:
-        """A message came, and so many are left behind it; whether it was the last of its pull."""
+        """A message came, and at least so many are left behind it, those not counted that came back; whether it was the last
+        of its pull."""
         queue = self._queues.get(tenant)
         if queue is None or not queue.pulling:
             return False  # of a pull that was given up
-        queue.left = left
+        queue.left = max(left, queue.left - 1)
         queue.pulling -= 1
-        if not queue.pulling and not left:
+        if not queue.pulling and not queue.left:
             self._exhausted(tenant, queue)
         return not queue.pulling
 

@@ -83,3 +83,13 @@ def test_a_look_forgets_who_has_nothing_and_no_open_pull() -> None:
     turns.pulled("b", 1)
     turns.look({"c": 0, "d": 4})
     assert Counter(turns.tenants) == Counter(["b", "d"])
+
+
+def test_what_was_handed_back_is_not_counted_by_the_broker_and_is_there_all_the_same() -> None:
+    turns = backlogs("a", left=3)
+    turns.pulled("a", 2)
+    assert [turns.message("a", 0), turns.message("a", 0)] == [False, True]
+    assert share(turns, 5) == {"a": 1}
+    turns.pulled("a", 1)
+    assert turns.message("a", 0)
+    assert not turns
