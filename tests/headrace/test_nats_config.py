@@ -42,11 +42,15 @@ FAMILIES: dict[str, Callable[[str], str]] = {
     "dead_letter": lambda owner: subjects.dead_letter("m", "v", owner),
     "dead_letter_of": lambda owner: subjects.dead_letter_of(f"q.m.v.fast.{owner}"),
     "usage": subjects.usage,
+    "job": lambda owner: subjects.job("m", "v", owner),
+    "checkpoint": lambda owner: subjects.checkpoint(owner, "0"),
+    "result": lambda owner: subjects.result(owner, "0"),
     "audit": lambda _: subjects.audit("key.revoke"),
 }
 MAY_SEND = {"request", "worker_control", "attach_broadcast", "find", "cancel", "wake"}  # and of those its own only
 NO_SUBJECTS = {  # filters of the above, names, and what reads them
     *("encode_token", "decode_token", "key", "names_of", "consumer", "fair_consumer", "is_fair", "requests_by_name"),
+    *("jobs_of_version", "job_consumer", "place_of_job"),
     *("requests_of_lane", "requests_of_version", "requests_mapped", "place_of_request", "version_of_request"),
     *(
         "tenant_of_request",
@@ -104,6 +108,7 @@ UNHEARD = [
         "usage.>",
         "usage.acme",
     ),
+    *("j.>", "res.>", "res.acme.>"),
     *("audit.>", "tok.>", "tok.*.*", "tok.other.*", "tok.ingress.*", "$KV.>", "$JS.>", "$JS.API.>", "$JS.ACK.>"),
     *("$JS.EVENT.>", "$SYS.>", "_R_.>", "$SRV.>", "headrace.>"),
 ]
