@@ -19,7 +19,7 @@ NOT_FOUND = {10014, 10037, 10059}  # consumer, message, stream
 NAME_IN_USE = {10058, 10148}
 NO_ROOM = {10023, 10047}  # memory and storage that the server has to give
 STREAM_BYTES_MIN = 1 << 20
-SMALLER = 8  # what does not fit is made so many times smaller, so that the streams after it find room as well
+SMALLER = 8  # what does not fit is made so many times smaller, and those after it as much
 READS = ("STREAM.MSG.GET.", "STREAM.INFO.", "CONSUMER.INFO.")
 DECISIONS_KEPT, DECISIONS_KEPT_S = 64, 30 * 24 * 3600.0  # of each version
 CALL_S, READ_TRY_S, RETRY_S = 5.0, 1.5, 0.1
@@ -141,6 +141,7 @@ class Streams:
     """Mixed into the bus. Every method raises Unavailable (ApiError with JetStream's number) when it cannot be done."""
 
     settings: Settings
+    _smaller = 1  # how many times the streams are smaller than the settings say
     _keeps_leases = False
     _keeping_leases: asyncio.Task[None] | None = None
 
@@ -175,7 +176,7 @@ class Streams:
 
         Whoever has done so looks after each reconnection whether those that a server only had in memory are still there.
         """
-        settings = self.settings
+        settings, self._smaller = self.settings, 1
         await self._ensure_stream(
             {
                 "name": subjects.REQ_STREAM,
@@ -296,6 +297,9 @@ class Streams:
         if known is not None and known["storage"] != config["storage"]:  # cannot be changed, and only leases ever were
             await self.api(f"STREAM.DELETE.{name}")
             known = None
+        wanted = config["max_bytes"]
+        if known is None and wanted > STREAM_BYTES_MIN:
+            config = config | {"max_bytes": max(STREAM_BYTES_MIN, wanted // self._smaller)}
         while True:
             try:
                 await self.api(f"STREAM.{'CREATE' if known is None else 'UPDATE'}.{name}", config)
@@ -309,6 +313,7 @@ class Streams:
                 less = config["max_bytes"] // SMALLER
                 if known is not None and known["max_bytes"] < config["max_bytes"]:
                     less = known["max_bytes"]
+                self._smaller = max(self._smaller, wanted // less)
                 config = config | {"max_bytes": less}
                 log.log(
                     logging.WARNING if known is None else logging.INFO,

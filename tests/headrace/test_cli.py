@@ -87,7 +87,7 @@ def test_push_list_alias_chat_and_status(stack: Any) -> None:
     while any(worker["claims"] for worker in status["workers"]):
         assert time.monotonic() < deadline
         status = stack.status()
-    assert status["queue"] == {"pending": 0, "claimed": 0}
+    assert status["queue"] == {"pending": 0, "claimed": 0, "jobs": 0}
     assert status["http"] == stack.http
     worker = next(worker for worker in status["workers"] if worker["model"] == "cli")
     assert (worker["version"], worker["state"], worker["slots"]) == ("v1", "active", 3)
