@@ -49,9 +49,9 @@ def json_headers(data: bytes, headers: Headers) -> Headers:
     return [JSON, (b"content-length", b"%d" % len(data)), *headers]
 
 
-def error_answer(error: HeadraceError) -> tuple[bytes, Headers]:
-    """Body and headers of an error that is the whole answer."""
-    data = msgspec.json.encode(error.body())
+def error_answer(error: HeadraceError, shown: object = None) -> tuple[bytes, Headers]:
+    """Body and headers of an error that is the whole answer; `shown` is the body, if the API has a shape of its own."""
+    data = msgspec.json.encode(error.body() if shown is None else shown)
     headers: Headers = []
     if error.status == 401:
         headers.append((b"www-authenticate", b'Bearer realm="headrace"'))

@@ -12,6 +12,7 @@ from ingress import answers, openapi
 from ingress.answers import Message, Receive, Scope, Send
 from ingress.body import check_declared
 from ingress.context import Context
+from ingress.error_shapes import OPENAI, ErrorShape
 from ingress.family import Family
 from ingress.identity import OPEN_PATHS, SCOPE_KEY
 from ingress.inference import Inference
@@ -20,6 +21,7 @@ from ingress.routes import deployments, health, models, registry, streams, tenan
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
+from ingress.routes.messages import CountTokens, Messages
 from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, HeadraceError, Internal, MethodNotAllowed, NotFound
 from shared.rollouts import NewDeployment
@@ -50,11 +52,15 @@ class App(FastAPI):
             try:
                 self._let_in(scope)
             except HeadraceError as error:
-                data, headers = answers.error_answer(error)
+                data, headers = answers.error_answer(error, self.errors_at(scope["path"]).body(error, ""))
                 await send(answers.start(error.status, headers))
                 await send(answers.body(data))
                 return
         await super().__call__(scope, receive, send)
+
+    def errors_at(self, path: str) -> ErrorShape:
+        """How errors look there."""
+        return next((family.errors for family in self._families if family.serves(path)), OPENAI)
 
     def _let_in(self, scope: Scope) -> None:
         """Everything but what is open to all is somebody's. Raises TooLarge, BadRequest or InvalidApiKey."""
@@ -78,7 +84,7 @@ def _closing(send: Send) -> Send:
 
 def build_app(context: Context) -> FastAPI:
     """The application of one ingress process."""
-    families: tuple[Family, ...] = (Chat(), Completions(), Infer())
+    families: tuple[Family, ...] = (Chat(), Completions(), Infer(), Messages(), CountTokens())
     app = App(context, families)
     for family in families:
         _document(app, context, family)
@@ -110,8 +116,8 @@ def _document(app: FastAPI, context: Context, family: Family) -> None:
     app.add_api_route(family.route, inference, methods=["POST"], **openapi.inference(family))
 
 
-def _answer(error: HeadraceError) -> Response:
-    data, headers = answers.error_answer(error)
+def _answer(error: HeadraceError, shape: ErrorShape = OPENAI) -> Response:
+    data, headers = answers.error_answer(error, shape.body(error, ""))
     response = Response(data, error.status)
     response.raw_headers = headers
     return response
@@ -123,8 +129,10 @@ async def _known(request: Request, error: Exception) -> Response:
 
 
 async def _http(request: Request, error: Exception) -> Response:
+    app: App = request.app
     if isinstance(error, HTTPException) and error.status_code == MethodNotAllowed.status:
-        return _answer(MethodNotAllowed(f"{request.method} is not a method of {request.url.path}"))
+        refused = MethodNotAllowed(f"{request.method} is not a method of {request.url.path}")
+        return _answer(refused, app.errors_at(request.url.path))
     return _answer(NotFound(f"there is no route {request.url.path}"))
 
 

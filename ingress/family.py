@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ingress.answers import Scope
+from ingress.error_shapes import ErrorShape
 from ingress.sse import Events
 from shared import wire
 from shared.dispatch import Delta
@@ -71,6 +72,7 @@ class Family(Protocol):
     route: str
     summary: str
     decoder: msgspec.json.Decoder[Any]
+    errors: ErrorShape
 
     @property
     def answer_type(self) -> type:

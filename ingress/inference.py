@@ -29,13 +29,14 @@ class Inference(Exchange):
 
     def __init__(self, context: Context, family: Family) -> None:
         super().__init__(context, family.route)
+        self._errors = family.errors
         self._family = family
         self._recording: Recording | None = None
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, settings, family = self._context, self._settings, self._family
         headers = dict(scope["headers"])
-        self._extra_headers.append((b"x-request-id", answers.request_id(headers.get(b"x-request-id"), self.rid)))
+        self._identify(headers.get(b"x-request-id"))
         context.check_accepting()
         check_declared(headers.get(b"content-length"), settings.request_bytes_max)
         self._caller = caller = context.identities.caller(headers, time.time())
@@ -152,8 +153,8 @@ class Inference(Exchange):
             await claim.published()
             request = claim.record.request
             self.rid, self._counts = request.rid, False
-            given = answers.request_id(headers.get(b"x-request-id"), self.rid)
-            self._extra_headers = [(b"x-request-id", given), (b"idempotent-replayed", b"true")]
+            self._identify(headers.get(b"x-request-id"))
+            self._extra_headers.append((b"idempotent-replayed", b"true"))
             self._extra_headers += self._context.limits.headers(self._caller.tenant)
             self._is_of(request.model, request.version)
         try:

@@ -6,24 +6,12 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from ingress.error_shapes import AnthropicError, Error
 from ingress.family import Family
 from ingress.schemas import Body
 
 REF_TEMPLATE = "#/components/schemas/{name}"
 PATH_PARAMETER = {"in": "path", "required": True, "schema": {"type": "string"}}
-
-
-class ErrorBody(msgspec.Struct):
-    """`code` is stable and listed in docs/errors.md, with its status; `message` is for people."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class Error(msgspec.Struct):
-    error: ErrorBody
 
 
 MODEL_PARAMETER = PATH_PARAMETER | {"name": "model"}
@@ -32,8 +20,10 @@ MODEL_PARAMETER = PATH_PARAMETER | {"name": "model"}
 def inference(family: Family) -> dict[str, Any]:
     """Arguments of the FastAPI route of an inference family: its body and its two kinds of answer."""
     arguments = answer(family.answer_type)
-    arguments["responses"][200]["description"] = "The answer; with `stream: true` server-sent events"
-    arguments["responses"][200]["content"]["text/event-stream"] = {}
+    if "stream" not in family.decoder.type.not_served():
+        arguments["responses"][200]["description"] += "; with `stream: true` server-sent events"
+        arguments["responses"][200]["content"]["text/event-stream"] = {}
+    arguments["responses"]["default"] = {"description": "An error", "content": _json(family.errors.type)}
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(family.decoder.type)}}
     if "{model" in family.route:
         extra["parameters"] = [MODEL_PARAMETER]
@@ -59,14 +49,14 @@ def install(app: FastAPI, types: Sequence[Any]) -> None:
 
     def document() -> dict[str, Any]:
         found = generate()
-        _, components = msgspec.json.schema_components([*types, Error], ref_template=REF_TEMPLATE)
+        _, components = msgspec.json.schema_components([*types, Error, AnthropicError], ref_template=REF_TEMPLATE)
         for body in types:
             if isinstance(body, type) and issubclass(body, Body):
                 for name in body.not_served():
                     components[body.__name__]["properties"].pop(name)
         for operation in (each for methods in found["paths"].values() for each in methods.values()):
             operation["responses"].pop("422", None)  # FastAPI's own: what it refuses is a 400 here
-            operation["responses"]["default"] = {"description": "An error"} | {"content": _json(Error)}
+            operation["responses"].setdefault("default", {"description": "An error", "content": _json(Error)})
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)

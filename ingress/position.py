@@ -93,6 +93,10 @@ class NumberedEvents:
         self._mark = ""
         self.open_choices = inner.open_choices
 
+    @property
+    def keepalive(self) -> bytes:
+        return self._inner.keepalive
+
     def id(self) -> bytes:
         """The id of the events told so far."""
         items, digests = [], []

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from starlette.responses import Response
 
-from ingress import answers, sse
+from ingress import answers
 from ingress.answers import Headers, Message, Receive, Scope, Send
 from ingress.body import discard_body
 from ingress.context import Context
+from ingress.error_shapes import OPENAI, ErrorShape
 from ingress.family import Admitted, Choice, Family
 from ingress.identity import NOBODY
 from ingress.metrics import DETACHED, OK, Served
@@ -67,6 +68,8 @@ class Exchange(Response):
         self._started = self._written = time.monotonic()
         self._caller = NOBODY
         self._extra_headers: Headers = []
+        self._errors: ErrorShape = OPENAI
+        self._request_id = ""
         self._served = Served()
         self._task: asyncio.Task[Any] | None = None
         self._interruption: HeadraceError | None = None
@@ -145,6 +148,12 @@ class Exchange(Response):
         """Read the request and answer it. Raises HeadraceError for what the client has to be told."""
         raise NotImplementedError
 
+    def _identify(self, given: bytes | None) -> None:
+        """Begin the headers of the answer, with the id of the request: `given`, or one made of the rid."""
+        identity = answers.request_id(given, self.rid)
+        self._request_id = identity.decode("ascii")
+        self._extra_headers = [(name, identity) for name in self._errors.id_headers]
+
     async def _watched(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
         """Do `work` while looking out for the client's leaving. The request has been read."""
         watcher = asyncio.create_task(self._watch(receive))
@@ -191,7 +200,7 @@ class Exchange(Response):
             deltas = await stream.next(seconds)
         except StopAsyncIteration:
             return None
-        if deltas:
+        if any(delta.ids for delta in deltas):
             self._served.gained(time.monotonic() - self._started)
         return deltas
 
@@ -213,7 +222,7 @@ class Exchange(Response):
         await self._send(send, answers.start(200, answers.STREAM + self._timed_headers()))
         while deltas is not None:
             if not deltas:
-                out.append(sse.KEEPALIVE)
+                out.append(events.keepalive)
             for first in range(0, len(deltas), DELTAS_PER_WRITE_MAX):
                 if first:
                     await self._write(send)
@@ -250,10 +259,10 @@ class Exchange(Response):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.write_stall_s):
                 if self._head_sent:
-                    self._out.append(sse.error_event(error))
+                    self._out.append(self._errors.event(error, self._request_id))
                     await self._write(send, more=False)
                     return
-                data, headers = answers.error_answer(error)
+                data, headers = answers.error_answer(error, self._errors.body(error, self._request_id))
                 headers += self._timed_headers()
                 if self._body_read:
                     await send(answers.start(error.status, headers))

@@ -24,7 +24,7 @@ class Resumption(Exchange):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        self._extra_headers.append((b"x-request-id", answers.request_id(headers.get(b"x-request-id"), self.rid)))
+        self._identify(headers.get(b"x-request-id"))
         self._context.check_accepting()
         seen = position_of(headers, self.rid)
         if seen is not None and seen.complete:
@@ -44,6 +44,8 @@ class Resumption(Exchange):
         if seen is not None and len(seen.choices) != request.sampling.n:
             raise BadRequest(f"{HEADER}: the request has {request.sampling.n} choices", param=HEADER)
         framing = decode_framing(request.framing)
+        family = self._families[framing.route]
+        self._errors = family.errors
         self._is_of(request.model, request.version)
         self._interruptible = False
         stream = await context.dispatcher.attach(
@@ -55,7 +57,7 @@ class Resumption(Exchange):
             known=None if seen is None else seen.known,
             resumable=True,
         )
-        await self._answer(self._families[framing.route], Admitted(request, framing), stream, send, seen)
+        await self._answer(family, Admitted(request, framing), stream, send, seen)
 
 
 def position_of(headers: dict[bytes, bytes], rid: str) -> Position | None:

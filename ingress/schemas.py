@@ -5,7 +5,7 @@ What depends on settings or on the model is checked in `ingress.translate`. Fiel
 are in `NotServed` and are refused unless they ask for nothing.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -73,10 +73,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
+    "n": (1,),
+    "stream": (False,),
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
+    "context_management": ({},),
+    "output_config": ({},),
 }
 
 # what to ask for instead
 INSTEAD = {
+    "stop": "`stop_sequences` has them",
     "functions": "`tools` of /v1/chat/completions has them",
     "function_call": "`tool_choice` of /v1/chat/completions has it",
     "best_of": "`n` gives several choices, all of which are returned",
@@ -144,6 +151,9 @@ class Body(NotServed, kw_only=True):
     prompt_cache_key: str | None = None
 
     SERVED: ClassVar[frozenset[str]] = frozenset()  # fields of NotServed that this route serves after all
+    ROLES: ClassVar[tuple[str, ...]] = get_args(Role)  # of its messages
+    STOP: ClassVar[str] = "stop"  # the field with the stop strings
+    INCLUDES_STOP: ClassVar[bool] = False  # the stop string that ended an output has to be known
 
     @classmethod
     def not_served(cls) -> list[str]:

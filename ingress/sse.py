@@ -22,6 +22,10 @@ class Events(Protocol):
 
     open_choices: int
 
+    @property
+    def keepalive(self) -> bytes:
+        """What breaks a silence."""
+
     def add(self, deltas: list[Delta], out: list[bytes]) -> None:
         """Append the events of `deltas` to `out`."""
 

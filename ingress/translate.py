@@ -33,6 +33,7 @@ def to_sampling(body: Body, version: Version, settings: Settings) -> Sampling:
     max_tokens = body.output_tokens_max()
     _check_output_length(max_tokens, body.min_tokens, version)
     use = body.tool_use()
+    stop = _stop(getattr(body, body.STOP), body.STOP, settings.stop_strings_max)
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -45,7 +46,8 @@ def to_sampling(body: Body, version: Version, settings: Settings) -> Sampling:
         logit_bias=body.logit_bias or {},
         seed=_seed(body.seed),
         n=choices,
-        stop=_stop(body.stop, settings.stop_strings_max),
+        stop=stop,
+        include_stop=body.INCLUDES_STOP and bool(stop),
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
         min_tokens=body.min_tokens or 0,
@@ -101,12 +103,12 @@ def _seed(given: int | None) -> int:
     return given % (1 << SEED_BITS)
 
 
-def _stop(given: str | list[str] | None, count_max: int) -> list[str]:
+def _stop(given: str | list[str] | None, name: str, count_max: int) -> list[str]:
     if given is None:
         return []
     strings = [given] if isinstance(given, str) else given
     if len(strings) > count_max:
-        raise BadRequest(f"stop: at most {count_max} strings, got {len(strings)}", param="stop")
+        raise BadRequest(f"{name}: at most {count_max} strings, got {len(strings)}", param=name)
     if "" in strings:
-        raise BadRequest("stop: an empty string stops nothing", param="stop")
+        raise BadRequest(f"{name}: an empty string stops nothing", param=name)
     return strings

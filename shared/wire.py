@@ -81,6 +81,7 @@ class Sampling(msgspec.Struct, omit_defaults=True):
     seed: int = 0  # 64 bits, unsigned
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] = 1  # choices
     stop: list[str] = []
+    include_stop: bool = False  # the stop string that ends an output is its last text; else it is cut off
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     min_tokens: int = 0

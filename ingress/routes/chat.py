@@ -3,6 +3,7 @@
 import msgspec
 
 from ingress.answers import Scope
+from ingress.error_shapes import OPENAI, ErrorShape
 from ingress.family import Admitted, Choice
 from ingress.routes.chat_tools import AnsweredCall, ToolChatEvents, answered
 from ingress.routes.openai import ChatLogprobs, ChunkEvents, UsageBody, chat_logprobs, usage_body
@@ -53,6 +54,7 @@ class Chat:
 
     route, summary = PATH, "Chat completion, as OpenAI has it"
     decoder, answer_type = msgspec.json.Decoder(ChatBody), ChatAnswer
+    errors: ErrorShape = OPENAI
 
     def serves(self, path: str) -> bool:
         return path == PATH

@@ -5,6 +5,7 @@ import codecs
 import msgspec
 
 from ingress.answers import Scope
+from ingress.error_shapes import OPENAI, ErrorShape
 from ingress.family import Admitted, Choice
 from ingress.routes.openai import ChunkEvents, UsageBody, floored, token_text, usage_body
 from ingress.schemas import CompletionBody
@@ -103,6 +104,7 @@ class Completions:
 
     route, summary = PATH, "Text completion, as OpenAI has it"
     decoder, answer_type = msgspec.json.Decoder(CompletionBody), CompletionAnswer
+    errors: ErrorShape = OPENAI
 
     def serves(self, path: str) -> bool:
         return path == PATH

@@ -3,10 +3,11 @@
 import msgspec
 
 from ingress.answers import Scope
+from ingress.error_shapes import OPENAI, ErrorShape
 from ingress.family import Admitted, Choice
 from ingress.routes.openai import UsageBody, floored, token_text, usage_body
 from ingress.schemas import InferBody
-from ingress.sse import Events, encode, event
+from ingress.sse import KEEPALIVE, Events, encode, event
 from shared.dispatch import Delta
 from shared.wire import Logprob, Usage
 
@@ -58,6 +59,8 @@ def score(one: Logprob) -> TokenScore:
 class InferEvents:
     """`{"token", "index"}` for every output token, those with no text of their own too; then the `LastEvent`."""
 
+    keepalive = KEEPALIVE
+
     def __init__(self, admitted: Admitted) -> None:
         self.open_choices = 1
         self._request = admitted.request
@@ -86,6 +89,7 @@ class Infer:
 
     route, summary = BEFORE_MODEL + "{model}" + AFTER_MODEL, "Native inference"
     decoder, answer_type = msgspec.json.Decoder(InferBody), InferAnswer
+    errors: ErrorShape = OPENAI
 
     def serves(self, path: str) -> bool:
         return path.startswith(BEFORE_MODEL) and path.endswith(AFTER_MODEL)

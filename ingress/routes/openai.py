@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ingress.sse import DONE, encode, event
+from ingress.sse import DONE, KEEPALIVE, encode, event
 from shared.dispatch import Delta
 from shared.wire import Logprob, Usage
 
@@ -68,6 +68,7 @@ class ChunkEvents:
     before_text: bytes
     after_text: bytes
     finishing: bytes  # fields of the finish chunk
+    keepalive = KEEPALIVE
 
     def __init__(self, identity: str, created: int, model: str, choices: int, include_usage: bool) -> None:
         self._identity = (identity, self.object_name, created, model)

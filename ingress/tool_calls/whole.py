@@ -27,6 +27,6 @@ def parse_whole(parser: Parser, text: str) -> tuple[str, list[Call]]:
     return "".join(content), calls
 
 
-def call_id(rid: str, choice: int, index: int) -> str:
+def call_id(rid: str, choice: int, index: int, prefix: str = "call_") -> str:
     """The id of a call: the same wherever and how often the answer is told."""
-    return "call_" + hashlib.blake2b(f"{rid}.{choice}.{index}".encode(), digest_size=12).hexdigest()
+    return prefix + hashlib.blake2b(f"{rid}.{choice}.{index}".encode(), digest_size=12).hexdigest()

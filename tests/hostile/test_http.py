@@ -27,6 +27,12 @@ TOLD: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1", "content": "1"},
 ]
+MESSAGES_TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {}}}, "strict": True}
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "1", "is_error": False}]},
+]
 ROUTES: list[tuple[str, list[dict[str, Any]]]] = [
     (
         "/v1/chat/completions",
@@ -62,6 +68,20 @@ ROUTES: list[tuple[str, list[dict[str, Any]]]] = [
     (
         f"/v1/models/{MODEL}/infer",
         [{"input": "hi", **SMALL}, {"input": [1, 2], "logprobs": 2}, {"input": [{"role": "user", "content": "x"}]}],
+    ),
+    (
+        "/v1/messages",
+        [
+            {"model": MODEL, "messages": TURNS, "tools": [MESSAGES_TOOL], "max_tokens": 3, "system": "x"},
+            {"model": MODEL, "messages": TURNS, "stream": True, "stop_sequences": ["a"], **SMALL},
+            {
+                "model": MODEL,
+                "messages": TURNS,
+                "max_tokens": 3,
+                "tools": [MESSAGES_TOOL],
+                "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+            },
+        ],
     ),
 ]
 

@@ -24,6 +24,7 @@ from .corpus import count
 CASES = 12  # of each operation, of what is allowed, and again of what is not
 PLAYED = "played"
 SERVED = {"/v1/chat/completions", "/v1/completions", "/v1/models/{model}/infer"}
+SERVED |= {"/v1/messages", "/v1/messages/count_tokens"}
 # 503s that a caller can bring about: there is no object store here, and versions can be registered that nobody can serve
 BROUGHT_ABOUT = {"objects_unavailable", "version_failed", "no_capacity"}
 SETTINGS = hypothesis.settings(
@@ -81,9 +82,9 @@ class Aim:
         if "Last-Event-ID" in case.headers:
             case.headers["Last-Event-ID"] = self.position
         if self._number % 3 == 1 and isinstance(case.body, dict):
-            self._body(case.body, served)
+            self._body(case.body, served, case.path)
 
-    def _body(self, body: dict[str, Any], served: bool) -> None:
+    def _body(self, body: dict[str, Any], served: bool, path: str) -> None:
         new = f"new-{self._number}"
         names = {"model": MODEL if served else PLAYED, "version": "v", "source": "sim:zero", "name": new}
         names |= {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": [1, 2]}
@@ -91,7 +92,8 @@ class Aim:
             names["version"] = new
         body.update({name: names[name] for name in names.keys() & body.keys()})
         if served:
-            body["max_tokens"] = 5
+            if "count_tokens" not in path:
+                body["max_tokens"] = 5
             for field in [field for field in body if field.startswith(REFUSED)]:
                 del body[field]
 

@@ -406,6 +406,8 @@ def test_the_documentation_lists_the_routes(front: Any) -> None:
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models/{model}/infer",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{model}",
         "/v1/models/{model}/versions",
@@ -438,4 +440,10 @@ def test_the_documentation_lists_the_routes(front: Any) -> None:
     assert "max_completion_tokens" in body["properties"]
     assert "tools" in body["properties"]
     assert "functions" not in body["properties"]
+    message = document["components"]["schemas"]["MessagesBody"]
+    assert set(message["required"]) == {"model", "messages", "max_tokens"}
+    assert not {"thinking", "stop", "n"} & set(message["properties"])
+    assert set(document["components"]["schemas"]["CountBody"]["properties"]) == {
+        *("model", "messages", "system", "tools", "tool_choice", "metadata", "user", "prompt_cache_key")
+    }
     assert "tools" not in document["components"]["schemas"]["InferBody"]["properties"]

@@ -35,6 +35,10 @@ PLACES = [
     ("/v1/completions", {"model": "m", "prompt": INSTEAD}),
     ("/v1/completions", {"model": "m", "prompt": "Hi", "unknown": INSTEAD}),
     ("/v1/models/m/infer", {"input": INSTEAD}),
+    ("/v1/messages", {**CHAT, "max_tokens": 5, "system": INSTEAD}),
+    ("/v1/messages", {**CHAT, "max_tokens": 5, "tools": [{"name": "f", "input_schema": {"a": INSTEAD}}]}),
+    ("/v1/messages", {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": INSTEAD}]}),
+    ("/v1/messages/count_tokens", {**CHAT, "thinking": INSTEAD}),
     ("/v1/models/m/infer", {"input": "Hi", "unknown": INSTEAD}),
 ]
 

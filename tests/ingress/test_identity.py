@@ -173,6 +173,8 @@ NEEDED: dict[Role, set[str]] = {
         "POST /v1/chat/completions",
         "POST /v1/completions",
         "POST /v1/models/{model}/infer",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
         "GET /v1/models",
         "GET /v1/models/{model}",
         "GET /v1/streams/{rid}",

@@ -24,7 +24,7 @@ def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
         ("min_tokens", sampling.min_tokens, 0, math.inf),
     ]
     if sampling.max_tokens is not None:
-        limits.append(("max_tokens", sampling.max_tokens, 0 if sampling.echo else 1, math.inf))
+        limits.append(("max_tokens", sampling.max_tokens, 0, math.inf))
     if sampling.logprobs is not None:
         limits.append(("logprobs", sampling.logprobs, 0, min(LOGPROBS_MAX, vocabulary_size)))
     for name, value, least, most in limits:

@@ -106,9 +106,11 @@ class ShownTokens:
 class StopMatcher:
     """Cuts text at the first stop string; of several that end at the same character the longest counts."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], included: bool = False) -> None:
+        """`included`: the stop string itself is released."""
         assert all(stops), "a stop string is empty"
         self._stops = tuple(stops)
+        self._included = included
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -117,7 +119,8 @@ class StopMatcher:
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             self._held = ""
-            return text[: min(matches)[1]], True
+            end, start = min(matches)
+            return text[: end if self._included else start], True
         held = max(_overlap(text, stop) for stop in self._stops)
         cut = len(text) - held
         self._held = text[cut:]
@@ -159,7 +162,7 @@ class OutputText:
     ) -> None:
         self._stream = stream
         self._grammar = grammar
-        self._stops = StopMatcher(sampling.stop) if sampling.stop else None
+        self._stops = StopMatcher(sampling.stop, sampling.include_stop) if sampling.stop else None
         self._end_ids = stop_ids(sampling, end_ids)
         self._count = 0
         self._count_min = sampling.min_tokens

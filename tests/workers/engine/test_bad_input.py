@@ -10,7 +10,7 @@ from tiny_models import save_tiny_model
 
 from shared.errors import BadRequest, ContextLength
 from shared.records import EngineSettings
-from shared.wire import ChatMessage, Input, Sampling
+from shared.wire import ChatMessage, Input, Sampling, Usage
 from workers.engine.load import load_engine
 
 LONG = [1] * 100_000
@@ -42,6 +42,13 @@ def test_a_model_that_computes_no_numbers_fails_the_request_that_it_does_so_for(
         assert outcome.error[0] == "engine_failed"
         assert "not finite" in outcome.error[1]
     assert broken.ids == {0: []}
+
+
+def test_nothing_asked_for_is_nothing_computed_and_the_prompt_is_counted() -> None:
+    runner = CountingRunner()
+    (counted,) = run_all(counting_engine(runner), request("count", [5] * 40, max_tokens=0))
+    assert (counted.finish, counted.ids[0], counted.usage) == ({0: "length"}, [], Usage(40, 0, 0))
+    assert runner.plans == []
 
 
 def test_a_prompt_of_100k_tokens_is_refused_by_a_small_pool(directory: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_prefix_that_is_no_echo_of_the_prompt_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sampling", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"echo": True, "logprobs": 21}, "logprobs"),
         ({"grammar": Grammar("regex", "a" * 300_000)}, "response_format"),
     ],
@@ -167,4 +167,5 @@ def test_what_nobody_can_serve_is_refused(sampling: dict[str, Any], param: str) 
 
 def test_prepare_accepts_a_prompt_alone() -> None:
     engine = counting_engine(CountingRunner())
-    assert engine.prepare(Input(token_ids=[1, 2]), Sampling(echo=True, max_tokens=0)) == [1, 2]
+    for echo in (True, False):
+        assert engine.prepare(Input(token_ids=[1, 2]), Sampling(echo=echo, max_tokens=0)) == [1, 2]

@@ -144,6 +144,13 @@ def push_all(
     return texts, output.finish
 
 
+@pytest.mark.parametrize("included", [False, True])
+def test_the_stop_string_is_cut_off_or_comes_whole_with_the_last_token(included: bool) -> None:
+    sampling = Sampling(stop=["cd", "bcd", "x"], include_stop=included)
+    texts = ["a", "", "", "bcd" if included else ""]
+    assert push_all(sampling, [0, 1, 2, 3]) == (texts, "stop")
+
+
 def test_the_end_token_stops_and_has_no_text() -> None:
     assert push_all(Sampling(), [0, 1, 25]) == (["a", "b", "!"], "stop")
 
