@@ -106,7 +106,7 @@ class Stack(LocalStack):
         def nothing() -> bool:
             status = self.status()
             held = [each for each in status["workers"] if each["running"] or each["claims"] or each["blocks_used"]]
-            return not held and status["queue"] == {"pending": 0, "claimed": 0}
+            return not held and status["queue"] == {"pending": 0, "claimed": 0, "jobs": 0}
 
         wait_for(nothing, budget_s, "an idle stack")
 
