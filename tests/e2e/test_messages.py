@@ -25,10 +25,10 @@ TOOLS: Any = [
     }
 ]
 ASKED: Any = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
-ASK: Any = {"model": "smollm2", "messages": ASKED, "max_tokens": 60, "system": "Be brief."}
+ASK: Any = {"model": "smollm2", "messages": ASKED, "max_tokens": 24, "system": "Be brief."}
 GREEDY = {"temperature": 0}  # not a parameter of the SDK any more
 BODY = ASK | GREEDY
-NAMED: Any = {"type": "tool", "name": "get_weather"}
+CALLING: Any = ASK | {"max_tokens": 60, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "get_weather"}}
 
 
 def test_the_sdk_gets_text_calls_and_counts(demo_stack: Stack) -> None:
@@ -47,8 +47,8 @@ def test_the_sdk_gets_text_calls_and_counts(demo_stack: Stack) -> None:
         assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
         assert [each.to_dict() for each in cut.content] == [{"type": "text", "text": text[: text.index(stop)]}]
 
-        called = client.messages.create(**ASK, extra_body=GREEDY, tools=TOOLS, tool_choice=NAMED)
-        with client.messages.stream(**ASK, extra_body=GREEDY, tools=TOOLS, tool_choice=NAMED) as stream:
+        called = client.messages.create(**CALLING, extra_body=GREEDY)
+        with client.messages.stream(**CALLING, extra_body=GREEDY) as stream:
             again = stream.get_final_message()
         for message in (called, again):
             (use,) = message.content
