@@ -184,8 +184,9 @@ def rotate(
 ) -> None:
     """Replace a key by a new one like it, which is printed once."""
     from shared import audit, tenancy
+    from shared.tenancy import Rotation
 
-    seconds = seconds_of(grace, "--grace")
+    seconds = _checked({"grace_seconds": seconds_of(grace, "--grace")}, Rotation).grace_seconds
     issued = with_bus(context, lambda bus: tenancy.rotate(bus, audit.cli_actor(), name, id_, seconds))
     _print_key(name, issued, as_json)
 

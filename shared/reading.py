@@ -19,7 +19,10 @@ HEARTBEAT_S = 2
 async def read_since(
     bus: "Bus", stream: str, since: float, take: Callable[["Message"], None], filter_subject: str = ""
 ) -> None:
-    """`take` each message from `since` (unix seconds) on whose subject matches, the oldest first. Raises Unavailable."""
+    """`take` each message from `since` (unix seconds; before 1970: all) on whose subject matches, the oldest first.
+
+    Raises Unavailable.
+    """
     heard, complete = asyncio.Event(), False
     inbox = f"{bus.inbox}_read.{new_id()}"
     flow: list[str] = []  # where to say that what was sent has come
@@ -40,7 +43,7 @@ async def read_since(
     config = {
         "deliver_subject": inbox,
         "deliver_policy": "by_start_time",
-        "opt_start_time": datetime.fromtimestamp(since, UTC).isoformat().replace("+00:00", "Z"),
+        "opt_start_time": datetime.fromtimestamp(max(0.0, since), UTC).isoformat().replace("+00:00", "Z"),
         "ack_policy": "none",
         "max_deliver": 1,
         "replay_policy": "instant",

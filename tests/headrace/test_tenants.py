@@ -120,6 +120,7 @@ def test_what_is_wrong_is_usage(stack: Any, name: str) -> None:
         ("set", name, "--unset", "colour"),
         ("set", name, "--weight", "-1"),
         ("rotate", name, "k1", "--grace", "x"),
+        ("rotate", name, "k1", "--grace", "999999d"),
     ):
         ran = run(stack, "tenants", *arguments)
         assert ran.returncode == 2, (arguments, ran.stderr)

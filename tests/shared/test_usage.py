@@ -65,6 +65,7 @@ def test_what_is_stored_is_found_by_tenant_time_and_group(nats_server: Any) -> N
         assert await found(by="model") == {"m": 1001, "other": 1}
         assert await found(by="day", tenant="a.b") == {usage.day_of(now): 2}
         assert await found(tenant="nobody") == {}
+        assert (await usage.query(bus, -1e30))[0].requests == 1003  # of all times
         await bus.close()
 
     asyncio.run(main())
