@@ -161,7 +161,13 @@ class Limiter:
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(name, limits)
-        tenant.limits = limits
+        if tenant.limits != limits:  # what is owed is requests and tokens: at a higher limit it takes less time
+            now = time.monotonic()
+            for bucket, before, after in zip(
+                (tenant.requests, tenant.tokens), _per_minute(tenant.limits), _per_minute(limits), strict=True
+            ):
+                bucket.put(bucket.debt_s(now) * min(1.0, before / after), now)
+            tenant.limits = limits
         return tenant
 
     def _estimated(self, tenant: _Tenant, request: Request, now: float) -> Hold:
@@ -190,6 +196,7 @@ class Limiter:
             int(self._settings.limit_lease_s * 1000),
             int(tenant.requests.debt_s(now) * MICROSECONDS) if tenant.alone else 0,
             int(tenant.tokens.debt_s(now) * MICROSECONDS) if tenant.alone else 0,
+            *_per_minute(tenant.limits),
             *holds,
         ]
         answer = self._counters.take(tenant.keys, arguments)
@@ -292,6 +299,7 @@ class Limiter:
             0 if requests is None else requests.cost_s(tenant.requests_due) * MICROSECONDS,
             0 if tokens is None else tokens.cost_s(tenant.tokens_due) * MICROSECONDS,
             int(self._settings.limit_lease_s * 1000),
+            *_per_minute(tenant.limits),
             len(tenant.over),
             *tenant.over,
             *running,
@@ -370,6 +378,11 @@ class Limiter:
                 f"{limits.concurrency} requests at the same time are the limit", retry_after=wait_s
             )
         return None
+
+
+def _per_minute(limits: Limits) -> tuple[int, int]:
+    """The rates; 1: none."""
+    return limits.requests_per_minute or 1, limits.tokens_per_minute or 1
 
 
 def duration(seconds: float) -> str:

@@ -249,8 +249,26 @@ def test_an_ingress_that_died_holds_nothing_for_long_and_one_that_lives_keeps_it
         await until(lambda: not fleet.limiters[0].alone and not fleet.limiters[2].alone)
         for limiter in (fleet.limiters[0], fleet.limiters[2]):
             keys = limiter._tenants["acme"].keys
-            await limiter._counters.settle(keys, [0, 0, 500, 0])  # what was sent before is there
+            await limiter._counters.settle(keys, [0, 0, 500, 1, 1, 0])  # what was sent before is there
         assert (await fleet.ask(2)).refusal is not None  # a restarted one was told what runs
+
+    run(fleet, work)
+
+
+@pytest.mark.parametrize("redis", [True, False])
+def test_a_limit_that_is_raised_helps_at_once(redis_server: Any, redis: bool) -> None:
+    fleet = Fleet(redis_server.url if redis else "none", Limits(tokens_per_minute=300))
+
+    async def work() -> None:
+        assert (await fleet.ask(0, 30_000)).refusal is None  # more than the bucket holds: an hour and more of debt
+        assert isinstance((await fleet.ask(0)).refusal, TokensLimited)
+        fleet.limits = Limits(tokens_per_minute=600_000)
+        standing = await fleet.ask(0)
+        assert standing.refusal is None
+        left = 600_000 - (30_000 + 10) * (1 if redis else INGRESSES)
+        assert left <= int(shown(standing)["remaining-tokens"]) < left + 20_000
+        fleet.limits = Limits(tokens_per_minute=300)
+        assert (await fleet.ask(0)).refusal is None  # what was used at the higher one locks nobody out
 
     run(fleet, work)
 
