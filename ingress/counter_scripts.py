@@ -30,9 +30,9 @@ end
 """
 
 # ARGV: burst, cost in requests, cost in tokens (0: no such limit), the most that may run (0: no limit), lease in ms,
-# least debts (what this ingress gave while Redis was away), the limits a minute (1: none), rids. Returns which limit refuses (0:
-# none; 1 requests, 2 tokens, 3 running), the debts after it, how many ran before, and in which time it would be granted (0: not
-# known).
+# least debts (what this ingress gave while Redis was away), the limits a minute (1: none), rids. Returns which limit refuses
+# (0: none; 1 requests, 2 tokens, 3 running), the debts after it, how many ran before, and in which time it would be granted
+# (0: not known).
 TAKE = (
     _COMMON
     + """
