@@ -113,15 +113,13 @@ class Counters:
                     if not self._usable and not self._closing:
                         self._usable = True
                         self._on_connected()
-                    if self._told:
-                        self._told = False
-                        log.warning("Redis answers again")
                     while not self._closing:
                         await self._serve(client, scripts)
             except (RedisError, OSError, TimeoutError) as error:
                 self._usable, self._tried = False, True
                 if not self._told:
-                    log.warning("Redis does not answer, each ingress counts its part of the limits: %r", error)
+                    reason = f"{type(error).__name__} {error}"
+                    log.warning("Redis does not answer, each ingress counts its part of the limits: %s", reason)
                 self._told = True
                 self._fail(self._waiting)
                 await asyncio.sleep(PROBE_S)
@@ -167,17 +165,21 @@ class Counters:
             async with asyncio.timeout(WAITS_MAX * self._settings.limit_wait_s):
                 answers = await pipe.execute(raise_on_error=False)
         except BaseException:
+            self._usable = False  # before anybody is told that there is no answer
             self._fail(calls)
             raise
         self._vain = 0
-        failed = None
+        failed = next((answer for answer in answers if isinstance(answer, Exception)), None)
+        if failed is not None:
+            self._usable = False
         for call, answer in zip(calls, answers, strict=True):
-            if isinstance(answer, Exception):
-                failed, answer = answer, None
             if not call.answer.done():
-                call.answer.set_result(answer)
+                call.answer.set_result(None if isinstance(answer, Exception) else answer)
         if failed is not None:
             raise failed
+        if self._told:  # not before: one that is full lets everybody connect, and takes nothing
+            self._told = False
+            log.warning("Redis answers again")
 
     def _fail(self, calls: list[_Call]) -> None:
         for call in calls:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from redis.asyncio import Redis
 
 from ingress.limits import Limiter, Standing
 from shared.errors import ConcurrencyLimited, RequestsLimited, TokensLimited
@@ -269,6 +270,24 @@ def test_a_limit_that_is_raised_helps_at_once(redis_server: Any, redis: bool) ->
         assert left <= int(shown(standing)["remaining-tokens"]) < left + 20_000
         fleet.limits = Limits(tokens_per_minute=300)
         assert (await fleet.ask(0)).refusal is None  # what was used at the higher one locks nobody out
+
+    run(fleet, work)
+
+
+def test_a_redis_that_is_full_is_one_line_of_the_log(redis_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet(redis_server.url, Limits(requests_per_minute=1200), limit_burst_s=1.0)
+
+    async def work() -> None:
+        await fleet.ask(0)
+        async with Redis.from_url(redis_server.url) as operator:
+            await operator.config_set("maxmemory-policy", "noeviction")
+            await operator.config_set("maxmemory", 1)
+        start = time.monotonic()
+        granted = await fleet.load(1.0, 0.02)
+        assert granted <= 20 + (time.monotonic() - start) * 20 + INGRESSES
+        for limiter in fleet.limiters:
+            await until(lambda which=limiter: which.alone)
+        assert [line.count("command not allowed") for line in caplog.messages] == [1] * INGRESSES
 
     run(fleet, work)
 
