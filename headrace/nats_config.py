@@ -18,6 +18,7 @@ OWN_KEY = "headrace.nk"
 TENANTS = "tenants"
 ACCOUNTS = "accounts.conf"
 SERVER = "nats.conf"
+FILE_NAME_CHARACTERS = 200  # a longer name is in folders: its parts, joined
 MAPPING = "mapping.conf"  # of `headrace routes nats-mapping`, included where it is there
 
 Directory = Annotated[
@@ -57,7 +58,7 @@ def nats_config(
 
     if listen is None and (store or tls_cert or tls_key):
         raise typer.BadParameter("--store, --tls-cert and --tls-key go with it", param_hint="--listen")
-    if listen is not None and not re.fullmatch(r"[^\s\"\\]*:[0-9]{1,5}", listen):
+    if listen is not None and not _is_address(listen):
         raise typer.BadParameter("it is HOST:PORT", param_hint="--listen")
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("--tls-cert and --tls-key go together")
@@ -81,22 +82,51 @@ def nats_config(
 def write_accounts(directory: Path, new: list[str]) -> list[Path]:
     """Make the keys of `new` tenants that have none, and tell the server of all: the keys made. Raises SettingsError."""
     from headrace.nats_accounts import fragment
-    from shared import nkey, subjects
+    from shared import nkey
 
     keys = directory / TENANTS
     directory.mkdir(parents=True, exist_ok=True)
     keys.mkdir(mode=0o700, exist_ok=True)
     made = []
-    for path in [directory / OWN_KEY, *(keys / f"{subjects.encode_token(name)}.nk" for name in dict.fromkeys(new))]:
+    for path in [directory / OWN_KEY, *(_key_file(keys, name) for name in dict.fromkeys(new))]:
         if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             nkey.create(path)
             made.append(path)
-    tenants = {subjects.decode_token(path.stem): nkey.public_key(path) for path in keys.glob("*.nk")}
+    tenants = {tenant: nkey.public_key(path) for path in keys.rglob("*.nk") if (tenant := _tenant_of(keys, path))}
     if len(set(tenants.values())) < len(tenants):
         raise SettingsError(f"two tenants have the same key in {keys}")
     mapping = MAPPING if (directory / MAPPING).exists() else ""
     _replace(directory / ACCOUNTS, fragment(nkey.public_key(directory / OWN_KEY), tenants, mapping))
     return made
+
+
+def _is_address(text: str) -> bool:
+    found = re.fullmatch(r"[^\s\"\\]*:([0-9]{1,5})", text)
+    return found is not None and 0 < int(found[1]) < 1 << 16
+
+
+def _key_file(keys: Path, tenant: str) -> Path:
+    from shared import subjects
+
+    token = subjects.encode_token(tenant)
+    parts = [token[at : at + FILE_NAME_CHARACTERS] for at in range(0, len(token), FILE_NAME_CHARACTERS)]
+    return keys.joinpath(*parts[:-1], f"{parts[-1]}.nk")
+
+
+def _tenant_of(keys: Path, path: Path) -> str:
+    """Whose key is in a file; "": put away in a folder, nobody's. Raises SettingsError for another name that is no tenant's."""
+    from shared import subjects
+
+    try:
+        tenant = subjects.decode_token("".join(path.relative_to(keys).with_suffix("").parts))
+    except ValueError:
+        tenant = ""
+    if tenant and _key_file(keys, tenant) == path:
+        return tenant
+    if path.parent == keys:
+        raise SettingsError(f"{path} is named after no tenant: move it out of {keys}")
+    return ""
 
 
 def _replace(path: Path, text: str) -> None:

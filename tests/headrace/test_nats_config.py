@@ -19,6 +19,7 @@ from nats.aio.msg import Msg
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.nats_config import write_accounts
 from shared import subjects
 from shared.bus import Bus
 from shared.settings import Settings, SettingsError
@@ -438,6 +439,7 @@ def test_the_file_for_a_whole_server_has_tls_and_its_own_place(tmp_path: Path, c
         ["--tenant", ""],
         ["--listen", "4222"],
         ["--listen", 'x"\n:1'],
+        ["--listen", "a:70000"],
         ["--tls-cert", "a"],
         ["--listen", "a:1", "--tls-cert", "a"],
     ],
@@ -446,6 +448,31 @@ def test_what_does_not_fit_is_refused_and_writes_nothing(options: list[str], tmp
     ran = CliRunner().invoke(app, ["nats-config", str(tmp_path / "d"), *options])
     assert ran.exit_code == 2
     assert not (tmp_path / "d").exists()
+
+
+def test_every_tenant_can_have_a_key_however_long_its_name(tmp_path: Path) -> None:
+    """A character of a name may be nine of its token, and a file's name has 255."""
+    names = ["é" * 64, "é" * 63, "x" * 128, "a.b"]
+    made = write_accounts(tmp_path, names)
+    assert write_accounts(tmp_path, names) == []
+    accounts = (tmp_path / "accounts.conf").read_text()
+    for name, path in zip(names, made[1:], strict=True):
+        assert f'"tenant/{subjects.encode_token(name)}"' in accounts
+        assert path.stat().st_mode & 0o777 == 0o600
+    made[1].unlink()
+    write_accounts(tmp_path, [])
+    assert f'"tenant/{subjects.encode_token(names[0])}"' not in (tmp_path / "accounts.conf").read_text()
+
+
+def test_a_key_that_lies_about_is_nobodys(tmp_path: Path) -> None:
+    [_, key] = write_accounts(tmp_path, ["acme"])
+    (key.parent / "old").mkdir()
+    key = key.rename(key.parent / "old" / key.name)
+    write_accounts(tmp_path, [])
+    assert "acme" not in (tmp_path / "accounts.conf").read_text()
+    key = key.rename(tmp_path / "tenants" / "acme (copy).nk")
+    with pytest.raises(SettingsError, match=re.escape(f"{key} is named after no tenant")):
+        write_accounts(tmp_path, [])
 
 
 def test_a_key_that_is_none_is_named_and_not_told(tmp_path: Path) -> None:
