@@ -272,7 +272,13 @@ def test_events_are_told_once_even_when_the_oldest_are_not_kept() -> None:
 
 @contextlib.contextmanager
 def _headrace(*arguments: str, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-m", "headrace", *arguments], **how) as process:
+    # whoever runs the tests in the background may have them ignore SIGINT, and what they start as well
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen([sys.executable, "-m", "headrace", *arguments], **how)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as process:
         try:
             yield process
         finally:
