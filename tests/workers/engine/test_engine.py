@@ -407,7 +407,6 @@ def test_prepare_refuses_what_is_too_long_and_names_the_numbers(
         (Input(token_ids=[1]), {"min_p": 1.1}, "min_p"),
         (Input(token_ids=[1]), {"repetition_penalty": 0.0}, "repetition_penalty"),
         (Input(token_ids=[1]), {"presence_penalty": float("inf")}, "presence_penalty"),
-        (Input(token_ids=[1]), {"max_tokens": 0}, "max_tokens"),
         (Input(token_ids=[1]), {"max_tokens": -5}, "max_tokens"),
         (Input(token_ids=[1]), {"min_tokens": -1}, "min_tokens"),
         (Input(token_ids=[1]), {"n": 0}, "n"),
