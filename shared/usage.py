@@ -6,6 +6,7 @@ Where several are of one request (its claim was lost, or it moved to another ver
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
@@ -28,7 +29,7 @@ AT_MAX = 1e11  # unix seconds: what is later is no time
 By = Literal["total", "tenant", "model", "day"]
 
 
-class UsageEvent(Struct, array_like=True, gc=False):
+class UsageEvent(Struct, gc=False):
     """One request, as the worker that ended it knows it."""
 
     id: str  # the rid; of a direct publisher with its message
@@ -66,8 +67,67 @@ class UsageSum(Struct, kw_only=True):
         self.gpu_seconds += times * event.gpu_s
 
 
-encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[UsageEvent]).decode
+class _Row(Struct, array_like=True, gc=False):
+    """An event as it is stored: some 40 bytes, of which the id has 16."""
+
+    id: bytes  # 32 hex digits as HEX and their bytes, another one as it is
+    kind: int  # its place in the message's `kinds`
+    at_s: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_ms: int
+    gpu_us: int
+
+
+class _Packed(Struct, array_like=True):
+    kinds: list[tuple[str, str, str]]  # model, version, outcome
+    rows: list[_Row]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Packed).decode
+_HEX_ID = re.compile(r"[0-9a-f]{32}")
+HEX = b"\0"
+
+
+def encode(events: Iterable[UsageEvent]) -> bytes:
+    """What is stored of the events of a tenant: whole seconds, milliseconds of waiting, microseconds of an engine."""
+    kinds: dict[tuple[str, str, str], int] = {}
+    rows = [
+        _Row(
+            HEX + bytes.fromhex(each.id) if _HEX_ID.fullmatch(each.id) else each.id.encode(),
+            kinds.setdefault((each.model, each.version, each.outcome), len(kinds)),
+            round(each.at),
+            each.prompt_tokens,
+            each.cached_tokens,
+            each.output_tokens,
+            round(each.queue_s * 1e3),
+            round(each.gpu_s * 1e6),
+        )
+        for each in events
+    ]
+    return _encode(_Packed(list(kinds), rows))
+
+
+def decode(data: bytes) -> list[UsageEvent]:
+    """The events of a stored message. Raises ValueError."""
+    packed = _decode(data)
+    if any(not 0 <= row.kind < len(packed.kinds) for row in packed.rows):
+        raise ValueError("an event is of no kind")
+    return [
+        UsageEvent(
+            row.id[1:].hex() if row.id.startswith(HEX) else row.id.decode(),
+            row.at_s,
+            *packed.kinds[row.kind],
+            row.prompt_tokens,
+            row.cached_tokens,
+            row.output_tokens,
+            row.queue_ms / 1e3,
+            row.gpu_us / 1e6,
+        )
+        for row in packed.rows
+    ]
 
 
 def day_of(at: float) -> str:
@@ -122,7 +182,7 @@ async def query(bus: "Bus", since: float, tenant: str | None = None, by: By = "t
     def take(message: "Message") -> None:
         try:
             whose = subjects.tenant_of_usage(message.subject)
-            sums.add(whose, [event for event in _decode(message.data) if since <= event.at < AT_MAX])
+            sums.add(whose, [event for event in decode(message.data) if since <= event.at < AT_MAX])
         except (ValueError, RecursionError) as error:
             log.warning("an event on %s is left out: %s", message.subject, error)
 

@@ -1,7 +1,8 @@
 """Writes what requests came to into the stream USAGE, and acknowledges their messages once that is stored.
 
-What ends within a few milliseconds is one message for each tenant. Accounting holds nothing up for long: after HOLD_S without
-an answer the messages are acknowledged all the same, and the events are kept here and tried again.
+What ends within GATHER_S is one message for each tenant, since the broker keeps the newest ones in its memory. Accounting
+holds nothing up for long: after HOLD_S without an answer the messages are acknowledged all the same, and the events are
+kept here and tried again.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GATHER_S = 0.01
+GATHER_S = 0.2
 HOLD_S = 2.0  # less than what is left of ack_wait after the last in-progress
 AGAIN_S = 1.0
 EVENTS_MAX = 1000  # of a message

@@ -190,11 +190,12 @@ def test_bad_versions_are_taken_back_by_themselves_and_nobody_else_notices(share
     models = {source: Rolling(shared_stack, source) for source in BAD}
 
     async def roll(rolling: Rolling, source: str) -> tuple[Load, Any]:
-        rate = BAD_RATE * (2 if source == "faulty-20ms" else 1)  # one in twenty takes some requests to be sure of
+        # one in twenty takes many requests to be sure of: with 250 of them one run in twelve sees too few fail
+        rate, requests = (3 * BAD_RATE, 500) if source == "faulty-20ms" else (BAD_RATE, 250)
         load = Load([shared_stack.url], source, rate)
         async with load.running():
             deployment = rolling.deploy(
-                "v2", steps=steps(50, requests=250), bake_seconds=5, gates={"ttft_p99": {"slack_ms": 5}}
+                "v2", steps=steps(50, requests=requests), bake_seconds=5, gates={"ttft_p99": {"slack_ms": 5}}
             )
             return load, await rolling.reaches(deployment, "promoted", "rolled_back")
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared import subjects, usage
@@ -40,6 +41,21 @@ def test_an_id_counts_once_for_its_tenant() -> None:
     assert (sums.sums()[0].requests, sums.sums()[0].completed, sums.sums()[0].output_tokens) == (3, 3, 17)
     with pytest.raises(BadRequest, match="by: one of total, tenant, model, day"):
         Sums("hour")  # type: ignore[arg-type]
+
+
+def test_events_are_stored_in_few_bytes_and_read_as_they_were() -> None:
+    events = [UsageEvent(new_id(), 1_800_000_000, "m", "v1", "completed", 500, 0, 200, 1.25, 0.5) for _ in range(8)]
+    events += [event("a" * 16, 1), event("\u00e4-of-a-publisher", 2, "other", "cancelled")]
+    assert usage.decode(usage.encode(events)) == events
+    assert len(usage.encode(events[:8])) / 8 < 48
+    for damaged in (
+        b"",
+        b"\xff",
+        usage.encode(events)[:-1],
+        msgspec.msgpack.encode([[], [[b"x", 0, 1, 1, 1, 1, 1, 1]]]),
+    ):
+        with pytest.raises(ValueError, match=r".+"):
+            usage.decode(damaged)
 
 
 def test_what_is_stored_is_found_by_tenant_time_and_group(nats_server: Any) -> None:
