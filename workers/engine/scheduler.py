@@ -404,14 +404,19 @@ class Scheduler:
             self.blocked = self.short = True
 
     def _is_paced(self, sequence: Sequence) -> bool:
-        """Whether there is a slot for one more, and steps with it are in time."""
+        """Whether there is a slot for one more, and steps with it are in time.
+
+        A tenant that has none in the batch enters on top of that, as far as slots are reserved: where pace and not slots is
+        what is short, the others' sequences are not to end first, of which a disturbed step makes it wait for many.
+        """
         running = len(self.running)
         if running >= self.slots_limit:
             return False
         if not self.pacer.bounds:
             return True
         context = sum([len(each.tokens) for each in self.running]) + len(sequence.tokens)
-        return self.pacer.admits(running + 1, context)
+        on_top = self._slots_reserved if not (sequence.account.slots or sequence.detached) else 0
+        return self.pacer.admits(running + 1 - on_top, context)
 
     def _yields_to(self, sequence: Sequence, account: Account[Sequence] | None) -> bool:
         """Whether a detached sequence has left the batch for `sequence`; `account`: one of that tenant."""

@@ -6,6 +6,7 @@ import pytest
 
 from shared.wire import Sampling
 from workers.engine.blocks import BlockPool
+from workers.engine.pacer import Cost, Pacer
 from workers.engine.request import TenantLimits
 from workers.engine.scheduler import PREEMPTIONS_MAX, Scheduler
 from workers.engine.sequence import Sequence, StepPlan
@@ -374,3 +375,20 @@ def test_tenants_share_by_weight_what_is_left_for_detached_work_and_pay_for_it()
     assert service["b"] / service["a"] == pytest.approx(3, rel=0.05)
     it.add(sequence("ask", 5, tenant="new"))
     assert it.ledger.standing("new").counter >= min(it.ledger.standing(tenant).counter for tenant in weights)
+
+
+def test_where_pace_is_short_tenants_with_nothing_in_the_batch_have_what_is_reserved() -> None:
+    pacer = Pacer(10.0, Cost(step=1.0, decode=1.5))
+    it = scheduler(slots=20, reserved_fraction=0.1, pacer=pacer)
+    for number in range(20):
+        it.add(sequence(f"loud{number}", 1, 100, "loud"))
+    step(it)
+    paced = len(it.running)
+    assert 2 < paced < 8
+    for tenant in ("a", "b", "c"):
+        it.add(sequence(tenant, 1, 100, tenant))
+        it.add(sequence(f"{tenant}2", 1, 100, tenant))
+    step(it)
+    assert [each.key for each in it.running][paced:] == ["a", "b"]
+    step(it)
+    assert len(it.running) == paced + 2
