@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from controller.observer import VersionKey
-from shared import jobs, subjects, wire
+from shared import job_records, jobs, subjects, wire
 from shared.bus import Bus
 from shared.errors import HeadraceError, Unavailable
 from shared.records import Route
@@ -119,20 +119,23 @@ async def _waiting(bus: Bus, model: str, version: str) -> list[tuple[StoredMessa
 
 async def _end(bus: Bus, message: StoredMessage, request: wire.Request, error: HeadraceError) -> bool:
     tenant = subjects.tenant_of_request(message.subject)
-    await jobs.end(bus, tenant, request.rid, request.version, WireError(error.code, error.message, error.param))
+    keep_s = message.headers.get(wire.HEADER_KEEP, "")
+    told = WireError(error.code, error.message, error.param)
+    await jobs.end(bus, tenant, request.rid, request.version, told, int(keep_s) if keep_s.isdecimal() else 0)
     await bus.delete_message(subjects.JOB_STREAM, message.seq)
     return True
 
 
 async def _move(bus: Bus, message: StoredMessage, request: wire.Request, version: str) -> bool:
-    """Publish the copy, then delete what it was made of."""
+    """Publish the copy, and say so where the job is known, then delete what it was made of."""
     tenant = subjects.tenant_of_request(message.subject)
     headers = {name: value for name, value in message.headers.items() if name.startswith("Hr-")}
     if wire.HEADER_TTL in message.headers:
         headers[wire.HEADER_TTL] = message.headers[wire.HEADER_TTL]
     headers[wire.HEADER_MSG_ID] = wire.copy_id(request.rid, version, 0)
     request.version = version
-    await bus.publish_once(subjects.job(request.model, version, tenant), wire.encode(request), headers)
+    ack = await bus.publish_once(subjects.job(request.model, version, tenant), wire.encode(request), headers)
+    await job_records.note(bus, tenant, request.rid, ack.seq, version)
     await bus.delete_message(subjects.JOB_STREAM, message.seq)
     await bus.publish(subjects.wake(request.model, version))
     return True

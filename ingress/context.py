@@ -19,6 +19,7 @@ from shared.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ingress.detached import Detached
     from ingress.relay import Exchange
     from shared.dispatch import Dispatcher
 
@@ -38,11 +39,13 @@ class Context:
         registrar: Registrar,
         bus_usable: "Callable[[], bool]",
         identities: Identities,
+        detached: "Detached",
     ) -> None:
         self.settings, self.router, self.dispatcher, self.keys = settings, router, dispatcher, keys
         self.registrar = registrar
         self.bus_usable = bus_usable
         self.identities = identities
+        self.detached = detached
         self.admission = Admission(settings, dispatcher)
         self.peers = Peers(settings.lease_ttl_s)
         self.limits = Limiter(

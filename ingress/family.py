@@ -43,6 +43,7 @@ class Admitted(msgspec.Struct):
         return self.framing.include_usage
 
 
+encode_framing = msgspec.msgpack.Encoder().encode
 decode_framing = msgspec.msgpack.Decoder(Framing).decode
 
 

@@ -7,21 +7,18 @@ import msgspec
 
 from ingress import answers
 from ingress.answers import Receive, Scope, Send
+from ingress.asked import PIN, SESSION, Asked, admit, resolve
 from ingress.body import check_declared, read_body
 from ingress.context import Context
 from ingress.decoding import decode
-from ingress.family import Admitted, Family, Framing, decode_framing
+from ingress.family import Admitted, Family, decode_framing, encode_framing
 from ingress.keys import Claimed, Recording, Replay
 from ingress.relay import Exchange
 from ingress.schemas import Body
 from ingress.several import submitted
-from ingress.stickiness import sticky_key
-from ingress.tool_schemas import dialect
 from shared import wire
 from shared.errors import QueueFull, ResultGone, StreamGone, TooLarge, Unsupported
 from shared.stream import Stream
-
-encode_framing = msgspec.msgpack.Encoder().encode
 
 
 class Inference(Exchange):
@@ -64,36 +61,18 @@ class Inference(Exchange):
         await self._publish(admitted, send)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int) -> Admitted:
-        context = self._context
-        reference = self._family.reference(body, scope)
-        sticky = sticky_key(_text(headers, b"x-session-id"), body, self._caller.tenant)
-        resolved = context.router.resolve(reference, _text(headers, b"x-version-pin"), sticky)
-        version = resolved.version
-        self._is_of(version.model, version.version)
-        requests = context.admission.admit(self.rid, body, body_bytes, version)
-        for request in requests:
-            request.movable = resolved.by_weights
-        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        framing = Framing(self._family.route, reference, int(time.time()), include_usage, self._streamed)
-        use = body.tool_use()
-        if use is not None:
-            framing.tools, framing.one_call = dialect(version), not use.parallel
-        if len(requests) > 1:
-            return self._several(requests, framing)
-        [request] = requests
-        if self._resumable:
-            self._detachable = True
-            request.framing = encode_framing(framing)
-        return Admitted(request, framing)
-
-    def _several(self, requests: list[wire.Request], framing: Framing) -> Admitted:
-        if self._resumable or self._detachable:
+        asked = Asked(self._family, body, body_bytes, scope["path"], _text(headers, PIN), _text(headers, SESSION))
+        resolved = resolve(self._context, asked, self._caller.tenant)
+        self._is_of(resolved.version.model, resolved.version.version)
+        admitted = admit(self._context, asked, resolved, self.rid)
+        if admitted.parts and (self._resumable or self._detachable):
             raise Unsupported(
                 "prompt: several prompts are served without Idempotency-Key and X-Resumable only", param="prompt"
             )
-        first = requests[0]
-        sampling = msgspec.structs.replace(first.sampling, n=first.sampling.n * len(requests))
-        return Admitted(msgspec.structs.replace(first, sampling=sampling), framing, requests)
+        if self._resumable:
+            self._detachable = True
+            admitted.request.framing = encode_framing(admitted.framing)
+        return admitted
 
     async def _take(self, admitted: Admitted) -> None:
         """The last checks before the publish: the tenant's limits and its queue. Raises what they refuse with."""

@@ -108,13 +108,17 @@ class Limiter:
 
         Whatever was taken is let go of by `ended` or `drop`.
         """
+        return await self._take(name, requests, runs=True)
+
+    async def _take(self, name: str, requests: list[Request], runs: bool) -> Standing | None:
+        """`runs`: it counts to what runs at the same time."""
         limits = self._limits_of(name)
         if limits.requests_per_minute is None and limits.tokens_per_minute is None and limits.concurrency is None:
             return None
         tenant = self._tenant(name, limits)
         now = time.monotonic()
         holds = {each.rid: self._estimated(tenant, each, now) for each in requests}
-        answer = await self._ask(tenant, holds) if self._counters.usable else None
+        answer = await self._ask(tenant, holds, runs) if self._counters.usable else None
         now = time.monotonic()
         if answer is not None:
             tenant.alone = False
@@ -123,13 +127,21 @@ class Limiter:
             tenant.tokens.put(tokens_us / MICROSECONDS, now)
             late_s = late_us / MICROSECONDS
         else:
-            refused, late_s, running = self._take_part(tenant, holds, now)
+            refused, late_s, running = self._take_part(tenant, holds, runs, now)
         if refused == NONE:
             for hold in holds.values():
                 hold.counted = answer is not None
             self._holds |= holds
             tenant.running |= holds.keys()
         return Standing(self._headers(tenant, now), self._refusal(tenant, refused, late_s, running))
+
+    async def spend(self, name: str, request: Request) -> Standing | None:
+        """As `take`, for a request that nobody waits for: what was estimated is spent, and it runs beside those that run."""
+        standing = await self._take(name, [request], runs=False)
+        hold = self._holds.get(request.rid)
+        if hold is not None:
+            self._let_go(request.rid, hold, hold.tokens, 0)
+        return standing
 
     def headers(self, name: str) -> Headers:
         """Where a tenant stands as far as is known here, for an answer that takes nothing."""
@@ -182,7 +194,7 @@ class Limiter:
         output = self._settings.tokens_assumed if sampling.max_tokens is None else sampling.max_tokens
         return Hold(tenant, now, prompt_tokens, prompt_tokens + output * sampling.n, False)
 
-    async def _ask(self, tenant: _Tenant, holds: dict[str, Hold]) -> Answer:
+    async def _ask(self, tenant: _Tenant, holds: dict[str, Hold], runs: bool) -> Answer:
         """Redis's answer; None when there is none in time."""
         self._settle()  # what was given back before counts before
         requests, tokens = self._rates(tenant)
@@ -192,7 +204,7 @@ class Limiter:
             int(self._settings.limit_burst_s * MICROSECONDS),
             0 if requests is None else requests.cost_s(len(holds)) * MICROSECONDS,
             0 if tokens is None else max(tokens.cost_s(cost_tokens) * MICROSECONDS, 1),
-            tenant.limits.concurrency or 0,
+            (tenant.limits.concurrency or 0) if runs else 0,
             int(self._settings.limit_lease_s * 1000),
             int(tenant.requests.debt_s(now) * MICROSECONDS) if tenant.alone else 0,
             int(tenant.tokens.debt_s(now) * MICROSECONDS) if tenant.alone else 0,
@@ -232,7 +244,7 @@ class Limiter:
 
     # -- this ingress's part -----------------------------------------------------------------------------------------------
 
-    def _take_part(self, tenant: _Tenant, holds: dict[str, Hold], now: float) -> tuple[int, float, int]:
+    def _take_part(self, tenant: _Tenant, holds: dict[str, Hold], runs: bool, now: float) -> tuple[int, float, int]:
         """Which limit refuses, in how many seconds it would grant, and how many run here."""
         requests, tokens = self._rates(tenant)
         ingresses, running = 1, len(tenant.running)
@@ -245,7 +257,7 @@ class Limiter:
             return REQUESTS, late_s, running
         if tokens is not None and (late_s := tokens.late_s(tenant.tokens.debt_s(now), tokens_s)):
             return TOKENS, late_s, running
-        if tenant.limits.concurrency is not None:
+        if runs and tenant.limits.concurrency is not None:
             part = self._peers.part(tenant.limits.concurrency, now)
             if running + min(len(holds), part) > part:
                 return RUNNING, 0.0, running

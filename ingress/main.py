@@ -20,6 +20,7 @@ import uvloop
 from ingress.app import build_app
 from ingress.connection import Connection
 from ingress.context import Context
+from ingress.detached import Detached
 from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.listening import bind, keep_spreading, steer_away
@@ -180,7 +181,7 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         def usable() -> bool:
             return bus.connected and watches.live and identities.live
 
-        context = Context(settings, router, dispatcher, keys, registrar, usable, identities)
+        context = Context(settings, router, dispatcher, keys, registrar, usable, identities, Detached(bus))
         lease = context.observations.keeper(bus)
         await lease.start()
         await context.peers.start(bus)

@@ -14,6 +14,7 @@ HeadraceError
 |   +-- VersionNotFound     404 version_not_found        unknown version or alias of a known model
 |   +-- VersionRetired      404 version_retired          the version was taken out of service
 |   +-- StreamNotFound      404 stream_not_found         nobody has that request, or has it any more
+|   +-- JobNotFound         404 job_not_found            no such job, or its time is over
 |   +-- DeploymentNotFound  404 deployment_not_found     no such deployment
 |   +-- TenantNotFound      404 tenant_not_found         no such tenant
 |   +-- ApiKeyNotFound      404 api_key_not_found        the tenant has no such key
@@ -120,6 +121,10 @@ class VersionRetired(NotFound):
 
 class StreamNotFound(NotFound):
     code = "stream_not_found"
+
+
+class JobNotFound(NotFound):
+    code = "job_not_found"
 
 
 class DeploymentNotFound(NotFound):

@@ -15,7 +15,7 @@ from shared.errors import Cancelled, QueueDeadline, Unavailable
 from shared.results import Checkpoint, Result
 from shared.wire import CANCELLED, About, Request, WireError
 
-TTL_MARGIN_S = 60
+TTL_MARGIN_S = 3600  # a message outlives its deadline: until somebody has written down that the job has ended
 WAKE_EVERY_S = 0.25  # hints about one version
 ASK_S = 2.0  # within which a worker that has a job says that it is cancelled
 LOOK_S = 2.0  # between two looks at what is kept, for news that was lost
@@ -32,6 +32,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     sequence: int  # in JOB
     deadline: float  # unix seconds
+    keep_s: int = 0  # how long its result is kept; 0: as long as any
 
 
 class Jobs:
@@ -41,10 +42,11 @@ class Jobs:
         self._bus = bus
         self._woken: dict[tuple[str, str], float] = {}  # versions, and when a hint was sent
 
-    async def submit(self, request: Request, tenant: str, deadline_s: float | None = None) -> Ticket:
+    async def submit(self, request: Request, tenant: str, deadline_s: float | None = None, keep_s: int = 0) -> Ticket:
         """Store a request as a job; it is durable when this returns. Its rid is the job's id, and makes a repetition one job.
 
-        `deadline_s`: after so long it ends with an error. Raises QueueFull, TooLarge, Malformed and Unavailable.
+        `deadline_s`: after so long it ends with an error. `keep_s`: how long its result is kept.
+        Raises QueueFull, TooLarge, Malformed and Unavailable.
         """
         deadline_s = self._bus.settings.job_deadline_s if deadline_s is None else deadline_s
         deadline = time.time() + deadline_s
@@ -54,6 +56,8 @@ class Jobs:
             wire.HEADER_WIRE: wire.WIRE_VERSION,
             wire.HEADER_DEADLINE: str(int(deadline * 1000)),
         }
+        if keep_s:
+            headers[wire.HEADER_KEEP] = str(keep_s)
         name = (request.model, request.version)
         subject = subjects.job(*name, tenant)
         sequence = await self._bus.publish_durable(subject, wire.encode_request(request), headers)
@@ -68,6 +72,7 @@ class Jobs:
             version=request.version,
             sequence=sequence,
             deadline=deadline,
+            keep_s=keep_s,
         )
 
     async def result(self, ticket: Ticket) -> Result | None:
@@ -113,7 +118,7 @@ class Jobs:
             answer = await self._bus.request(subjects.CANCEL_JOB, about, ASK_S)
         except Unavailable:  # no worker has it, or the one that had it is dead
             error = WireError(Cancelled.code, "the job was cancelled")
-            result = await end(self._bus, ticket.tenant, ticket.id, ticket.version, error)
+            result = await end(self._bus, ticket.tenant, ticket.id, ticket.version, error, ticket.keep_s)
             await self._bus.delete_message(subjects.JOB_STREAM, ticket.sequence)
             await self._bus.publish(subjects.CANCEL_JOB, about)  # it may have been taken in between
             return result.error is not None and result.error.code == Cancelled.code
@@ -126,7 +131,7 @@ class Jobs:
         return await self._bus.get_message(subjects.JOB_STREAM, ticket.sequence) is None
 
 
-async def end(bus: Bus, tenant: str, job: str, version: str, error: WireError) -> Result:
+async def end(bus: Bus, tenant: str, job: str, version: str, error: WireError, keep_s: int = 0) -> Result:
     """Give a job that no worker has its result, unless it has one; what it has. Raises QueueFull and Unavailable."""
     kept = await results.read(bus, tenant, job)
     if kept.result is not None:
@@ -141,7 +146,7 @@ async def end(bus: Bus, tenant: str, job: str, version: str, error: WireError) -
         claims=before.claims if before is not None else 0,
         gpu_s=before.gpu_s if before is not None else 0.0,
     )
-    return await results.store(bus, tenant, job, result)
+    return await results.store(bus, tenant, job, result, keep_s)
 
 
 def _lost(ticket: Ticket) -> Result:

@@ -11,9 +11,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shared import subjects
 from shared.errors import QueueFull, Unavailable
 from shared.streams import NOT_FOUND, SECOND, ApiError, Streams
-from shared.wire import HEADER_MSG_ID, new_id
+from shared.wire import HEADER_MSG_ID, HEADER_TTL, new_id
 
 if TYPE_CHECKING:
     from shared.bus import Bus, Message, Subscription
@@ -41,18 +42,26 @@ class KeyValue(Streams):
         """Write, whatever is there; the new revision."""
         return await self._kv_write(bucket, key, value, {})
 
-    async def kv_create(self, bucket: str, key: str, value: bytes) -> int | None:
+    async def kv_create(self, bucket: str, key: str, value: bytes, ttl_s: int | None = None) -> int | None:
         """Write if the key is not there; None when it is."""
-        revision = await self.kv_update(bucket, key, value, 0)
+        revision = await self.kv_update(bucket, key, value, 0, ttl_s)
         if revision is not None:
             return revision
         last, at = await self._kv_last(bucket, key)
-        return await self.kv_update(bucket, key, value, at) if last is None else None  # over the mark of a deletion
+        if last is not None:
+            return None
+        return await self.kv_update(bucket, key, value, at, ttl_s)  # over the mark of a deletion
 
-    async def kv_update(self, bucket: str, key: str, value: bytes, revision: int) -> int | None:
-        """Write if the key's revision is still `revision` (0: not there); None when it is not."""
+    async def kv_update(
+        self, bucket: str, key: str, value: bytes, revision: int, ttl_s: int | None = None
+    ) -> int | None:
+        """Write if the key's revision is still `revision` (0: not there); None when it is not.
+
+        `ttl_s`: the value goes away by itself after so long; for buckets whose values may.
+        """
+        expires = {} if ttl_s is None else {HEADER_TTL: str(ttl_s)}
         try:
-            return await self._kv_write(bucket, key, value, {EXPECTED_REVISION: str(revision)})
+            return await self._kv_write(bucket, key, value, {EXPECTED_REVISION: str(revision)} | expires)
         except Unavailable as error:
             if "wrong last sequence" in error.message:
                 return None
@@ -66,6 +75,16 @@ class KeyValue(Streams):
         except Unavailable as error:
             if revision is None or "wrong last sequence" not in error.message:
                 raise
+
+    async def kv_purge(self, bucket: str, key: str) -> None:
+        """Delete the key and leave no mark of it: whoever watches the bucket is not told."""
+        await self.purge(f"KV_{bucket}", f"$KV.{bucket}.{key}")
+
+    async def kv_keys_below(self, bucket: str, name: str) -> list[str]:
+        """The last names of the two-name keys that begin with `name`; of a hundred thousand keys at most."""
+        prefix = f"$KV.{bucket}.{subjects.encode_token(name)}."
+        counts = await self.subject_counts(f"KV_{bucket}", prefix + "*")
+        return [subjects.decode_token(subject.removeprefix(prefix)) for subject in counts]
 
     async def kv_keys(self, bucket: str) -> list[str]:
         """The keys that have a value now, sorted."""

@@ -11,7 +11,7 @@ import msgspec
 
 from shared import subjects
 from shared.errors import Unavailable
-from shared.wire import HEADER_MSG_ID, Logprob, Usage, WireError, new_id
+from shared.wire import HEADER_MSG_ID, HEADER_TTL, Logprob, Usage, WireError, new_id
 
 if TYPE_CHECKING:
     from shared.bus import Bus
@@ -102,12 +102,14 @@ async def save(bus: "Bus", tenant: str, job: str, checkpoint: Checkpoint, last: 
     return None
 
 
-async def store(bus: "Bus", tenant: str, job: str, result: Result) -> Result:
+async def store(bus: "Bus", tenant: str, job: str, result: Result, keep_s: int = 0) -> Result:
     """Store what came of a job, and delete its checkpoint; what is stored then: another one, if that was there before.
+
+    `keep_s`: it goes away by itself after so long; 0: when everything that is so old does.
 
     Raises QueueFull, TooLarge and Unavailable.
     """
-    while await _write(bus, subjects.result(tenant, job), encode(result), 0) is None:
+    while await _write(bus, subjects.result(tenant, job), encode(result), 0, keep_s) is None:
         if (before := await read_result(bus, tenant, job)) is not None:
             result = before
             break
@@ -115,8 +117,15 @@ async def store(bus: "Bus", tenant: str, job: str, result: Result) -> Result:
     return result
 
 
-async def _write(bus: "Bus", subject: str, data: bytes, last: int) -> int | None:
+async def forget(bus: "Bus", tenant: str, job: str) -> None:
+    """Delete all that is kept of a job. Raises Unavailable."""
+    await bus.purge(subjects.RES_STREAM, subjects.results_of_job(tenant, job))
+
+
+async def _write(bus: "Bus", subject: str, data: bytes, last: int, keep_s: int = 0) -> int | None:
     headers = {HEADER_MSG_ID: new_id(), EXPECTED_SEQUENCE: str(last)}
+    if keep_s:
+        headers[HEADER_TTL] = str(keep_s)
     try:
         return await bus.publish_durable(subject, data, headers)
     except Unavailable as error:

@@ -112,6 +112,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     job_bytes_max: int = GIB
     job_messages_per_subject_max: int = 100_000  # of a tenant and version
     job_consumers_max: int = 5000
+    job_records_bytes_max: int = 256 * MIB  # of what is known of jobs beside their requests and results
+    job_ttl_s: float = 86_400.0  # a job that has ended, and its result, are kept for so long unless it says otherwise
+    job_ttl_max_s: float = 3 * 86_400.0  # no longer than `result_kept_s`
+    job_wait_max_s: float = 60.0  # how long one request may wait for a job's end
+    tenant_jobs_max: int = 10_000  # detached requests of a tenant that have not ended
     job_patience_s: float = 2.0  # a worker hands back a job that others have kept from its batch for so long
     checkpoint_every_s: float = 1.0  # of a job, at most; of a long one less often
     result_kept_s: float = 3 * 86_400.0  # checkpoints and results of jobs

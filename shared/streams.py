@@ -97,6 +97,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     history: int = 1
     bytes_max: int = -1
     in_memory: bool = False
+    values_expire: bool = False  # each by the TTL that it is written with
 
     def config(self, replicas: int) -> dict[str, Any]:
         return {
@@ -109,6 +110,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
             "discard": "new",
             "allow_rollup_hdrs": True,
             "allow_direct": True,
+            "allow_msg_ttl": self.values_expire,
             "deny_delete": True,
             "num_replicas": replicas,
         }
@@ -133,6 +135,12 @@ def _buckets(settings: Settings) -> list[Bucket]:
             name=subjects.IDEMPOTENCY_BUCKET,
             ttl_s=settings.idempotency_kept_s,
             bytes_max=settings.idempotency_bytes_max,
+        ),
+        Bucket(
+            name=subjects.JOBS_BUCKET,
+            ttl_s=settings.job_max_age_s + settings.result_kept_s,
+            bytes_max=settings.job_records_bytes_max,
+            values_expire=True,
         ),
     ]
 
@@ -222,6 +230,7 @@ class Streams:
                 "max_age": int(settings.result_kept_s * SECOND),
                 "max_bytes": settings.result_bytes_max,
                 "duplicate_window": int(2 * settings.publish_timeout_s * SECOND),
+                "allow_msg_ttl": True,
                 "num_replicas": settings.nats_replicas,
             }
         )

@@ -30,6 +30,7 @@ IDEMPOTENCY_BUCKET = "idempotency"
 LEADER_BUCKET = "leader"
 TENANTS_BUCKET = "tenants"
 DECISIONS_BUCKET = "decisions"
+JOBS_BUCKET = "jobs"
 
 INGRESS_OWNER = "ingress"
 LOCAL_TENANT = "local"
@@ -145,6 +146,11 @@ def jobs_of_version(model: str, version: str) -> str:
     return f"j.{encode_token(model)}.{encode_token(version)}.*"
 
 
+def jobs_of_tenant(tenant: str) -> str:
+    """All detached work of a tenant."""
+    return f"j.*.*.{encode_token(tenant)}"
+
+
 def job_consumer(model: str, version: str, tenant: str) -> str:
     """The durable consumer of a tenant's detached work."""
     return consumer(JOBS, job(model, version, tenant))
@@ -164,6 +170,11 @@ def checkpoint(tenant: str, job_id: str) -> str:
 def result(tenant: str, job_id: str) -> str:
     """Where it is kept what came of a job: `res.<tenant>.<job>.result`."""
     return f"res.{encode_token(tenant)}.{encode_token(job_id)}.result"
+
+
+def results_of_job(tenant: str, job_id: str) -> str:
+    """All that is kept of a job."""
+    return f"res.{encode_token(tenant)}.{encode_token(job_id)}.*"
 
 
 def dead_letter(model: str, version: str, tenant: str) -> str:

@@ -25,6 +25,7 @@ HEADER_QUEUE_DEADLINE = "Hr-Queue-Deadline"  # unix ms
 HEADER_QUEUE_MS = "Hr-Queue-Ms"  # what was left of it when published, ms
 HEADER_GENERATION_MS = "Hr-Generation-Ms"  # counted from accepted, ms
 HEADER_DEADLINE = "Hr-Deadline"  # unix ms: detached work that has not ended by then is given up
+HEADER_KEEP = "Hr-Keep"  # whole seconds for which the result of detached work is kept
 HEADER_RESUME = "Hr-Resume"  # "1" on a re-publish
 HEADER_REASON = "Hr-Reason"  # why a request is in the DLQ
 HEADER_MSG_ID = "Nats-Msg-Id"

@@ -262,10 +262,10 @@ class Detached:
                 headers = {wire.HEADER_WIRE: wire.WIRE_VERSION}
                 await keep_request(self._bus, delivery.request, tenant, headers, result.error.message)
             try:
-                result = await results.store(self._bus, tenant, rid, result)
+                result = await results.store(self._bus, tenant, rid, result, delivery.keep_s)
             except TooLarge as error:
                 result.parts, result.error = [], WireError(error.code, error.message)
-                result = await results.store(self._bus, tenant, rid, result)
+                result = await results.store(self._bus, tenant, rid, result, delivery.keep_s)
         except HeadraceError as error:
             log.warning("the result of job %s is not stored yet: %s", rid, error.message)
             self._act(self._table.unstored(rid, store.claim, time.monotonic()))

@@ -48,6 +48,9 @@ def read_job(message: Message, version: Version, deadline_s: float) -> JobDelive
     `deadline_s`: from its storing, of one that does not name its own.
     """
     deadline = _time_of(message, wire.HEADER_DEADLINE)
+    keep_s = message.headers.get(wire.HEADER_KEEP, "0")
+    if not re.fullmatch("[0-9]{1,9}", keep_s):
+        raise Malformed(f"{wire.HEADER_KEEP} is no number of seconds")
     request, tenant, where = _read(message, version)
     if deadline is None:
         deadline = time.monotonic() + deadline_s - _queued_ms(where) / 1000
@@ -59,6 +62,7 @@ def read_job(message: Message, version: Version, deadline_s: float) -> JobDelive
         deliveries=where.delivered,
         queued_ms=_queued_ms(where),
         deadline=deadline,
+        keep_s=int(keep_s),
     )
 
 

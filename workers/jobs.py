@@ -41,6 +41,7 @@ class JobDelivery(msgspec.Struct, kw_only=True):
     deliveries: int = 1
     queued_ms: int = 0
     deadline: float  # when it is given up
+    keep_s: int = 0  # how long its result is kept; 0: as long as any
 
 
 class Look(msgspec.Struct, frozen=True):

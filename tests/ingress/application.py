@@ -8,6 +8,7 @@ import httpx
 
 from ingress.app import build_app
 from ingress.context import Context
+from ingress.detached import Detached
 from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.registrar import Registrar
@@ -34,6 +35,7 @@ def run(settings: Settings, work: Callable[[httpx.AsyncClient, Bus], Awaitable[N
                 Registrar(bus, settings),
                 lambda: True,
                 identities,
+                Detached(bus),
             )
             transport = httpx.ASGITransport(build_app(context))
             async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:

@@ -182,6 +182,7 @@ class Front:
             registrar,
             lambda: self.bus_usable,
             self.identities,
+            None,  # type: ignore[arg-type]  # no job is asked for
         )
         self._bound = bind(settings)
         self.port: int = self._bound.getsockname()[1]
