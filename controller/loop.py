@@ -13,6 +13,7 @@ from controller import fleet, placement
 from controller.allocation import Turn, allocate, demand_of
 from controller.autoscaler import Decision, Snapshot, VersionFacts, decide, policy_of
 from controller.decisions import Decisions
+from controller.expiries import Expiries
 from controller.faults import point
 from controller.fleet import Member, Plan
 from controller.hands import Hands
@@ -58,6 +59,7 @@ class Controller:
         self._ready: set[tuple[str, VersionKey]] = set()  # workers that have been, as what
         self._decisions = Decisions(bus)
         self._strays = Strays(bus)
+        self._expiries = Expiries(bus)
         self._hands = Hands(bus, settings, scaler, self.observer, self.leader, self._start_failed)
         self._turns: dict[VersionKey, Turn] = {}  # where devices are short
         self._term = 0  # of the lead that the decisions are of
@@ -77,6 +79,7 @@ class Controller:
         try:
             await self.observer.start()
             await self._rollouts.start()
+            await self._expiries.start()
             await self._scaler.open()
             await self._decisions.start()
             await self.leader.start()
@@ -87,6 +90,7 @@ class Controller:
         finally:
             await self._versions.close()
             await self._strays.close()
+            await self._expiries.close()
             await self._decisions.close()
             await self.leader.close()
             await self._scaler.close()
@@ -137,6 +141,7 @@ class Controller:
             await self._hands.place(action)
         await self._rollouts.step(facts, by_version, observer.records)
         self._strays.step(self._withdrawn_with_jobs(facts), now)
+        self._expiries.step(time.time())
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
         self._forget(set(names))

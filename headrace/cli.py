@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import audit, deployments, dlq, models, nats_config, routes, tenants, usage
+from headrace import audit, deployments, dlq, jobs, models, nats_config, routes, tenants, usage
 from headrace.globals import API_KEY, Globals, hide_key
 from headrace.stack.state import StackError
 from shared.errors import HeadraceError
@@ -24,6 +24,7 @@ app.command()(deployments.rollback)
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(routes.app, name="routes")
 app.add_typer(dlq.app, name="dlq")
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(tenants.app, name="tenants")
 app.command()(audit.audit)
 app.command()(usage.usage)

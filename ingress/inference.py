@@ -5,19 +5,24 @@ from typing import Any
 
 import msgspec
 
-from ingress import answers
+from ingress import answers, preferences
 from ingress.answers import Receive, Scope, Send
 from ingress.asked import PIN, SESSION, Asked, admit, resolve
 from ingress.body import check_declared, read_body
 from ingress.context import Context
 from ingress.decoding import decode
+from ingress.detached import Order, admit_detached
 from ingress.family import Admitted, Family, decode_framing, encode_framing
+from ingress.job_source import admitted_of, open_source, version_of, wait_ended
+from ingress.job_submission import submit
+from ingress.job_views import deadline_s, kept_s, location, view
 from ingress.keys import Claimed, Recording, Replay
+from ingress.preferences import Preference, preference
 from ingress.relay import Exchange
 from ingress.schemas import Body
 from ingress.several import submitted
-from shared import wire
-from shared.errors import QueueFull, ResultGone, StreamGone, TooLarge, Unsupported
+from shared import job_records, wire
+from shared.errors import JobNotFound, QueueFull, ResultGone, StreamGone, TooLarge, Unsupported
 from shared.stream import Stream
 
 
@@ -46,6 +51,10 @@ class Inference(Exchange):
         self._streamed = bool(body.stream)
         self._resumable = self._streamed and answers.is_true(headers.get(b"x-resumable"))
         key = headers.get(b"idempotency-key")
+        wanted = preference(headers.get(preferences.HEADER))
+        if wanted is not None:
+            await self._watched(receive, self._serve_as_job(scope, headers, raw, key, wanted, send))
+            return
         if key is None:
             await self._watched(receive, self._serve_once(scope, headers, body, len(raw), send))
             return
@@ -111,6 +120,46 @@ class Inference(Exchange):
             self._give_back(admitted)
             raise
         await self._answer(self._family, admitted, stream, send)
+
+    # -- as a job --------------------------------------------------------------------------------------------------------
+
+    async def _serve_as_job(
+        self, scope: Scope, headers: dict[bytes, bytes], raw: bytes, key: bytes | None, wanted: Preference, send: Send
+    ) -> None:
+        """Answer with the job that the request becomes, or with its answer if that comes as soon as is wanted."""
+        self._detachable, self._counts = True, False  # its worker tells what it comes to
+        context, settings, caller, bus = self._context, self._settings, self._caller, self._context.detached.bus
+        path, pin, session = scope["path"], _text(headers, PIN), _text(headers, SESSION)
+        claim = None
+        if key is not None:
+            marked = path.encode() + b" " + preferences.RESPOND_ASYNC
+            claim = context.keys.claim(caller.tenant, key, marked, headers.get(PIN, b""), raw)
+
+        def admitted(rid: str) -> Admitted:
+            return admit_detached(context, self._family, raw, caller, rid, path=path, pin=pin, session=session)
+
+        order = Order(endpoint=path, deadline_s=deadline_s(None, settings), keep_s=kept_s(None, settings))
+        rid = job_records.new_job_id(time.time())
+        self._interruptible = False  # between the record and the message there must be no end
+        record = await submit(context, admitted, rid, caller.tenant, order, claim, self._extra_headers)
+        self._interruptible = True
+        self.rid = record.id
+        self._is_of(record.request.model, record.request.version)
+        wait_s = min(wanted.wait_s, settings.job_wait_max_s)
+        state = await wait_ended(bus, record, wait_s, lambda: context.draining)
+        if state is None:
+            raise JobNotFound(f"the job {record.id} was deleted")
+        if wanted.wait_s and state.result is not None:
+            self._extra_headers.append((preferences.APPLIED, b"wait=%d" % wanted.wait_s))
+            async with open_source(bus, record) as source:
+                await self._answer(self._family, admitted_of(record, version_of(state)), source, send)
+            return
+        self._extra_headers.append((preferences.APPLIED, preferences.RESPOND_ASYNC))
+        self._extra_headers.append((b"location", location(record.id).encode()))
+        data = msgspec.json.encode(view(state))
+        self._head_sent = True
+        await self._send(send, answers.start(202, answers.json_headers(data, self._timed_headers())))
+        await self._send(send, answers.body(data))
 
     # -- with an idempotency key -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -19,6 +19,8 @@ from shared.results import Part, Result
 from shared.stream import Delta, deltas_of
 from shared.terms import Known
 from shared.wire import Usage, WireError, digest
+
+GIVE_UP_S = 0.5  # within which whoever waits notices that it should not
 
 
 class JobSource:
@@ -114,13 +116,17 @@ async def open_source(bus: Bus, record: JobRecord, known: Known | None = None) -
         await subscription.unsubscribe()
 
 
-async def wait_ended(bus: Bus, record: JobRecord, timeout_s: float) -> State | None:
-    """What has become of a job, once it has ended or after so long; None: it is not known any more. Raises Unavailable."""
+async def wait_ended(
+    bus: Bus, record: JobRecord, timeout_s: float, give_up: Callable[[], bool] = lambda: False
+) -> State | None:
+    """What has become of a job, once it has ended, after so long, or soon after `give_up` says so; None: it is not known any
+    more. Raises Unavailable."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + timeout_s
     async with open_source(bus, record) as source:
-        with contextlib.suppress(TimeoutError, StopAsyncIteration, HeadraceError):
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    await source.next()
+        with contextlib.suppress(StopAsyncIteration, HeadraceError):  # what it ended with is read anew
+            while not give_up() and (left := until - loop.time()) > 0:
+                await source.next(min(left, GIVE_UP_S))
     return await job_status.look(bus, record.tenant, record.id)
 
 

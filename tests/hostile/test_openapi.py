@@ -69,6 +69,9 @@ class Aim:
             "rid": self.rid,
         }
         self._path["deployment_id"] = rolled
+        order = {"endpoint": "/v1/completions", "body": asked}
+        self._path["job_id"] = job = session.post(f"{url}/v1/jobs", json=order).json()["id"]
+        assert session.get(f"{url}/v1/jobs/{job}?wait=20").json()["status"] == "completed"
         self._number = 0
 
     def at(self, case: Case) -> None:
@@ -88,6 +91,14 @@ class Aim:
         new = f"new-{self._number}"
         names = {"model": MODEL if served else PLAYED, "version": "v", "source": "sim:zero", "name": new}
         names |= {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": [1, 2]}
+        asked = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+        names |= {
+            "endpoint": "/v1/completions",
+            "body": asked,
+            "ttl_seconds": 60,
+            "deadline_seconds": 60,
+            "webhook": None,
+        }
         if "source" in body:
             names["version"] = new
         body.update({name: names[name] for name in names.keys() & body.keys()})
