@@ -1,10 +1,11 @@
 """What has become of a job, read off what is stored of it: its message, its checkpoint and its result.
 
-A message goes once there is a result, and a result once it was kept for as long as its job says: what has neither is over. One
-whose deadline passes unseen is ended by the controller, `controller.expiries`, long before its message goes by itself.
+A job is over once its result was kept for as long as it says. A message goes once there is a result: what has neither is over,
+too. One whose deadline passes unseen is ended by the controller, `controller.expiries`, long before its message goes by itself.
 """
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -61,7 +62,11 @@ async def look(bus: "Bus", tenant: str, job: str) -> State | None:
         if record is None:
             return None
         if kept.result is not None:
-            return State(record, status_of(kept.result), result=kept.result)
+            state = State(record, status_of(kept.result), result=kept.result)
+            if time.time() < kept.result.ended_at + record.keep_s:
+                return state
+            await forget(bus, state)
+            return None
         if kept.checkpoint is not None:
             return State(record, "running" if kept.checkpoint.held else "queued", kept.checkpoint)
         if record.sequence == 0 or await bus.get_message(subjects.JOB_STREAM, record.sequence) is not None:

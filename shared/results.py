@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shared.bus import Bus
     from shared.streams import StoredMessage
 
+KEEP_MARGIN_S = 3600  # as long as a result is stored no worker runs its job again, whoever died before the ack
 EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
 
 Record = TypeVar("Record")
@@ -105,7 +106,7 @@ async def save(bus: "Bus", tenant: str, job: str, checkpoint: Checkpoint, last: 
 async def store(bus: "Bus", tenant: str, job: str, result: Result, keep_s: int = 0) -> Result:
     """Store what came of a job, and delete its checkpoint; what is stored then: another one, if that was there before.
 
-    `keep_s`: it goes away by itself after so long; 0: when everything that is so old does.
+    `keep_s`: it is of use for so long, and goes away by itself some time after that; 0: when everything that is so old does.
 
     Raises QueueFull, TooLarge and Unavailable.
     """
@@ -125,7 +126,7 @@ async def forget(bus: "Bus", tenant: str, job: str) -> None:
 async def _write(bus: "Bus", subject: str, data: bytes, last: int, keep_s: int = 0) -> int | None:
     headers = {HEADER_MSG_ID: new_id(), EXPECTED_SEQUENCE: str(last)}
     if keep_s:
-        headers[HEADER_TTL] = str(keep_s)
+        headers[HEADER_TTL] = str(keep_s + KEEP_MARGIN_S)
     try:
         return await bus.publish_durable(subject, data, headers)
     except Unavailable as error:

@@ -57,7 +57,7 @@ def test_the_leader_ends_what_is_due_once_and_leaves_the_rest_alone(nats_server:
         expiries = Expiries(bus)
         await expiries.start()
         after, done = await submit(bus, 5, "b"), await submit(bus, 5)
-        result = Result(version="v", claim="c", parts=[], ended_at=1.0)
+        result = Result(version="v", claim="c", parts=[], ended_at=time.time())
         await results.store(bus, "a", done.id, result, done.keep_s)
         expiries.step(time.time())
         assert [await status(bus, each) for each in (before, after, later)] == ["queued"] * 3

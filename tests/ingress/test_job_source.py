@@ -60,7 +60,7 @@ def checkpoint(*parts: Part) -> Checkpoint:
 
 def ended(*parts: Part, error: wire.WireError | None = None) -> Result:
     usage = wire.Usage(5, sum(len(each.ids) for each in parts), 2)
-    return Result(version="w", claim="c", parts=list(parts), ended_at=1.0, usage=usage, error=error, claims=2)
+    return Result(version="w", claim="c", parts=list(parts), ended_at=time.time(), usage=usage, error=error, claims=2)
 
 
 async def rest(source: Any) -> list[Delta]:

@@ -35,7 +35,9 @@ def record(tenant: str = "a", **changed: Any) -> JobRecord:
 
 def result(error: str = "", keep: str = "x") -> Result:
     told = wire.WireError(error, "told") if error else None
-    return Result(version="v", claim="c", parts=[Part([1, 2], ["a", keep], None, "stop")], ended_at=1.0, error=told)
+    return Result(
+        version="v", claim="c", parts=[Part([1, 2], ["a", keep], None, "stop")], ended_at=time.time(), error=told
+    )
 
 
 def test_ids_sort_by_age_and_are_rids() -> None:
@@ -143,5 +145,12 @@ def test_a_job_that_ended_is_over_when_its_result_has_gone_and_one_that_moved_is
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
         assert await job_records.read(bus, "a", made.id) is None, "the record went with it"
+        assert await bus.last_message(subjects.RES_STREAM, subjects.result("a", made.id)) is None
+        lost = record()
+        assert await job_records.create(bus, lost)
+        ticket = await it.submit(wire.Request(lost.id, "m", "v", wire.Input(prompt="p")), "a", 60, 60)
+        await job_records.note(bus, "a", lost.id, ticket.sequence, "v")
+        await bus.delete_message(subjects.JOB_STREAM, ticket.sequence)
+        assert await job_status.look(bus, "a", lost.id) is None, "a message goes only once there is a result"
 
     with_bus(nats_server.url, work)
