@@ -64,7 +64,7 @@ def test_an_answer_without_text_is_printed_whole() -> None:
 
 @pytest.mark.e2e
 def test_jobs_from_the_command_line(stack: Any) -> None:
-    stack.push("sim:fixed-5ms", "worked")
+    stack.push("sim:fixed-50ms", "worked")
     ran = stack.headrace("jobs", "submit", "worked", "say something", "--max-tokens", "7", "--wait")
     assert ran.returncode == 0, ran.stderr
     assert len(ran.stdout.split()) > 2
