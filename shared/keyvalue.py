@@ -42,7 +42,7 @@ class KeyValue(Streams):
         """Write, whatever is there; the new revision."""
         return await self._kv_write(bucket, key, value, {})
 
-    async def kv_create(self, bucket: str, key: str, value: bytes, ttl_s: int | None = None) -> int | None:
+    async def kv_create(self, bucket: str, key: str, value: bytes, ttl_s: int = 0) -> int | None:
         """Write if the key is not there; None when it is."""
         revision = await self.kv_update(bucket, key, value, 0, ttl_s)
         if revision is not None:
@@ -52,16 +52,14 @@ class KeyValue(Streams):
             return None
         return await self.kv_update(bucket, key, value, at, ttl_s)  # over the mark of a deletion
 
-    async def kv_update(
-        self, bucket: str, key: str, value: bytes, revision: int, ttl_s: int | None = None
-    ) -> int | None:
+    async def kv_update(self, bucket: str, key: str, value: bytes, revision: int, ttl_s: int = 0) -> int | None:
         """Write if the key's revision is still `revision` (0: not there); None when it is not.
 
-        `ttl_s`: the value goes away by itself after so long; for buckets whose values may.
+        After `ttl_s` the key goes away (0: as its bucket says), in a bucket with `message_ttl`.
         """
-        expires = {} if ttl_s is None else {HEADER_TTL: str(ttl_s)}
+        ttl = {HEADER_TTL: str(ttl_s)} if ttl_s else {}
         try:
-            return await self._kv_write(bucket, key, value, {EXPECTED_REVISION: str(revision)} | expires)
+            return await self._kv_write(bucket, key, value, {EXPECTED_REVISION: str(revision)} | ttl)
         except Unavailable as error:
             if "wrong last sequence" in error.message:
                 return None

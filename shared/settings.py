@@ -115,7 +115,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     job_records_bytes_max: int = 256 * MIB  # of what is known of jobs beside their requests and results
     job_ttl_s: float = 86_400.0  # a job that has ended, and its result, are kept for so long unless it says otherwise
     job_ttl_max_s: float = 3 * 86_400.0  # no longer than `result_kept_s`
-    webhook_private_hosts: str = ""  # hosts that webhooks may be sent to whatever their addresses, by commas; *: any
     job_wait_max_s: float = 60.0  # how long one request may wait for a job's end
     tenant_jobs_max: int = 10_000  # detached requests of a tenant that have not ended
     job_patience_s: float = 2.0  # a worker hands back a job that others have kept from its batch for so long
@@ -128,6 +127,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     audit_bytes_max: int = 256 * MIB  # more drop the oldest
     fair_consumer_idle_s: float = 300.0  # the consumer of a tenant's backlog goes away after so long without use
     publish_timeout_s: float = 15.0  # an election of a stream's leader takes up to 10
+
+    # webhooks
+    webhook_private_hosts: str = ""  # hosts whose addresses may be private, with commas between; `*`: any host's
 
     # the worker
     cache_dir: str = ""  # default: <data_dir>/cache

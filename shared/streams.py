@@ -97,7 +97,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     history: int = 1
     bytes_max: int = -1
     in_memory: bool = False
-    values_expire: bool = False  # each by the TTL that it is written with
+    message_ttl: bool = False  # a value may have a time of its own after which it goes away
 
     def config(self, replicas: int) -> dict[str, Any]:
         return {
@@ -110,7 +110,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
             "discard": "new",
             "allow_rollup_hdrs": True,
             "allow_direct": True,
-            "allow_msg_ttl": self.values_expire,
+            "allow_msg_ttl": self.message_ttl,
             "deny_delete": True,
             "num_replicas": replicas,
         }
@@ -140,7 +140,7 @@ def _buckets(settings: Settings) -> list[Bucket]:
             name=subjects.JOBS_BUCKET,
             ttl_s=settings.job_max_age_s + settings.result_kept_s,
             bytes_max=settings.job_records_bytes_max,
-            values_expire=True,
+            message_ttl=True,
         ),
     ]
 
