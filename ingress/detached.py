@@ -19,9 +19,9 @@ from shared import job_records, subjects
 from shared.bus import Bus
 from shared.errors import BadRequest, QueueFull, TooLarge, Unavailable, Unsupported
 from shared.job_records import JobRecord, Kind
-from shared.jobs import Jobs, Ticket
+from shared.jobs import Jobs
 from shared.webhooks import Webhook
-from shared.wire import Request
+from shared.wire import Malformed, Request, encode_request
 
 RETRY_AFTER_S = 5.0  # where a tenant has as many jobs as it may
 
@@ -74,6 +74,10 @@ def admit_detached(
     if created is not None:
         admitted.framing.created = created
     admitted.request.framing = encode_framing(admitted.framing)
+    try:
+        encode_request(admitted.request)
+    except Malformed as error:
+        raise BadRequest(f"the request cannot be stored: {error}") from None
     return admitted
 
 
@@ -122,23 +126,20 @@ class Detached:
             metadata=order.metadata,
             document=order.document,
         )
-        if not await job_records.create(self.bus, record):
-            known = await job_records.read(self.bus, tenant, record.id)
-            if known is None:
-                raise Unavailable("the record of the job is being written to")
-            if known.sequence:
-                return known
-            record = known
-        return await self._publish(request, record)
+        if await job_records.create(self.bus, record):
+            try:
+                return await self._publish(request, record)
+            except (QueueFull, TooLarge):  # it was certainly not stored
+                await job_records.remove(self.bus, tenant, record.id)
+                raise
+        known = await job_records.read(self.bus, tenant, record.id)
+        if known is None:
+            raise Unavailable("the record of the job is being written to")
+        return known if known.sequence else await self._publish(request, known)
 
     async def _publish(self, request: Request, record: JobRecord) -> JobRecord:
-        try:
-            ticket: Ticket = await self.jobs.submit(
-                request, record.tenant, max(1.0, record.deadline - time.time()), record.keep_s
-            )
-        except (QueueFull, TooLarge):
-            await job_records.remove(self.bus, record.tenant, record.id)  # it was certainly not stored
-            raise
+        deadline_s = max(1.0, record.deadline - time.time())
+        ticket = await self.jobs.submit(request, record.tenant, deadline_s, record.keep_s)
         noted = await job_records.note(self.bus, record.tenant, record.id, ticket.sequence, request.version)
         if noted is None:
             raise Unavailable("the job was deleted while it was submitted")

@@ -35,6 +35,7 @@ from shared.tenants import ApiKey
 
 RID = "0123456789abcdef0123456789abcdef"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+TOO_LONG = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "maxProperties": 10**30}}}
 ORDER = Order(endpoint="/v1/chat/completions", deadline_s=60, keep_s=60)
 
 
@@ -89,6 +90,7 @@ def test_a_detached_request_is_refused_as_its_route_would(nats_server: Any, make
         (ModelNotAllowed, CHAT, "/v1/chat/completions", only_other),
         (ContextLength, CHAT | {"max_tokens": 100_000}, "/v1/chat/completions", LOCAL),
         (Unsupported, {"model": "m", "prompt": ["a", "b"]}, "/v1/completions", LOCAL),
+        (BadRequest, CHAT | {"tools": [TOO_LONG]}, "/v1/chat/completions", LOCAL),
         (Unsupported, CHAT | {"functions": [{}]}, "/v1/chat/completions", LOCAL),
     ]
 
