@@ -26,6 +26,9 @@ from controller.scalers.base import Scaler
 from controller.starts import Exit, Failure, Starts, judge
 from controller.strays import Strays
 from controller.versions import Verify, Versions
+from controller.webhook_events import DeploymentEvents
+from controller.webhook_sender import Sender
+from controller.webhooks import Webhooks
 from shared.bus import Bus
 from shared.config import engine_digest
 from shared.errors import Unavailable
@@ -60,6 +63,8 @@ class Controller:
         self._decisions = Decisions(bus)
         self._strays = Strays(bus)
         self._expiries = Expiries(bus)
+        self._webhooks = Webhooks(bus, self.leader, settings, metrics, Sender(settings))
+        self._deployment_events = DeploymentEvents(bus, self.leader, settings, self._webhooks)
         self._hands = Hands(bus, settings, scaler, self.observer, self.leader, self._start_failed)
         self._turns: dict[VersionKey, Turn] = {}  # where devices are short
         self._term = 0  # of the lead that the decisions are of
@@ -82,6 +87,8 @@ class Controller:
             await self._expiries.start()
             await self._scaler.open()
             await self._decisions.start()
+            await self._webhooks.start()
+            await self._deployment_events.start()
             await self.leader.start()
             while not self._should_exit:
                 self.observer.changed.clear()
@@ -91,6 +98,8 @@ class Controller:
             await self._versions.close()
             await self._strays.close()
             await self._expiries.close()
+            await self._deployment_events.close()
+            await self._webhooks.close()
             await self._decisions.close()
             await self.leader.close()
             await self._scaler.close()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from threading import Thread
+from typing import Literal
 from wsgiref.simple_server import WSGIServer
 
 from msgspec import Struct
@@ -101,6 +102,15 @@ class Metrics:
             (*LABELS, "gate", "window", "of"),
             registry=self.registry,
         )
+        self._webhook_tries = Counter(
+            "headrace_webhook_tries",
+            "Tries to tell a webhook of an event that were delivered or failed, and events that were given up",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self._webhooks_waiting = Gauge(
+            "headrace_webhooks_waiting", "Events that webhooks are still to be told of", registry=self.registry
+        )
         self._of_versions = (
             self._decisions,
             self._start_failures,
@@ -142,6 +152,12 @@ class Metrics:
             for of, value in (("canary", finding.canary), ("stable", finding.stable), ("limit", finding.limit)):
                 if value is not None:
                     self._rollout_gate.labels(*name, finding.gate, finding.window, of).set(value)
+
+    def webhook(self, outcome: Literal["delivered", "failed", "given_up"]) -> None:
+        self._webhook_tries.labels(outcome).inc()
+
+    def webhooks_waiting(self, count: int) -> None:
+        self._webhooks_waiting.set(count)
 
     def cold_start(self, lease: Lease, active_s: float | None) -> None:
         """Observe the phases that a worker's lease tells of, each once; `active_s` since its process was started."""

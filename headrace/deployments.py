@@ -1,5 +1,6 @@
 """`headrace deploy`, `headrace rollback`, `headrace deployments`: how traffic moves to another version, by hand."""
 
+import os
 import sys
 from typing import Annotated, Any, get_args
 
@@ -10,11 +11,13 @@ from msgspec.structs import replace
 from headrace import tuning
 from headrace.globals import with_bus
 from shared.rollouts import DEFAULT_STEPS, Command, Deployment, Finding, Gates, NewDeployment, Step, Strategy
+from shared.webhooks import Webhook
 
 app = typer.Typer(help="Rollouts: list, show, watch, pause, resume, promote.", no_args_is_help=True)
 
 STRATEGIES = ", ".join(get_args(Strategy))
 INTERRUPTED = 130  # the exit status after Ctrl-C
+WEBHOOK_SECRET = "HEADRACE_WEBHOOK_SECRET"  # a variable: others can read command lines
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Reference = Annotated[str, typer.Argument(metavar="ID|MODEL", help="A deployment, or the model whose goes on.")]
@@ -38,6 +41,10 @@ def deploy(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="E.g. error_rate.max=0.02, ttft_p99.ratio_max=2, tpot_p99=off."),
     ] = None,
+    webhook: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Told of each change; signed with HEADRACE_WEBHOOK_SECRET (whsec_...)."),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Look on until it ends; status 1 if it is not promoted.")
     ] = False,
@@ -54,6 +61,7 @@ def deploy(
         steps=steps_of(_strategy(strategy), steps, soak, requests_min),
         bake_seconds=bake,
         gates=gates_of(gate or []),
+        webhook=Webhook(url=webhook, secret=os.environ.get(WEBHOOK_SECRET)) if webhook is not None else None,
     )
 
     async def create(bus: Any) -> Deployment:

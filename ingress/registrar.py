@@ -116,7 +116,7 @@ class Registrar:
         """Begin to move a model's traffic to a version."""
         caller.check_model(asked.model)
         async with audit.deployment(self.bus, caller.actor, asked) as note:
-            made = await deployments.create(self.bus, asked)
+            made = await deployments.create(self.bus, asked, caller.actor.tenant)
             note.target = made.id
         return deployment_views.entry(made)
 

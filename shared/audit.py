@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from shared import reading, subjects, tenants
+from shared import reading, subjects, tenants, webhooks
 from shared.errors import HeadraceError, Internal
 from shared.rollouts import Command, Deployment, NewDeployment
 from shared.wire import HEADER_MSG_ID, new_id
@@ -48,6 +48,7 @@ Action = Literal[
     "key.issue",
     "key.rotate",
     "key.revoke",
+    "webhook_secret.rotate",
 ]
 
 
@@ -136,7 +137,10 @@ def alias(
 
 def deployment(bus: "Bus", actor: Actor, asked: NewDeployment) -> contextlib.AbstractAsyncContextManager[Note]:
     """Around `deployments.create`, which tells the target."""
-    return audited(bus, actor, "deployment.create", "", **msgspec.to_builtins(asked))
+    detail = msgspec.to_builtins(asked)
+    if asked.webhook is not None:  # its path and its secret are nobody's else
+        detail["webhook"] = webhooks.host_of(asked.webhook.url)
+    return audited(bus, actor, "deployment.create", "", **detail)
 
 
 def command(bus: "Bus", actor: Actor, about: Deployment, what: Command) -> contextlib.AbstractAsyncContextManager[Note]:

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from shared import rollouts, subjects
+from shared import rollouts, subjects, webhooks
 from shared.rollouts import Deployment, Event, Gates, Progress, State, Step, Strategy
+from shared.webhooks import WebhookShown
 
 if TYPE_CHECKING:
     from shared.bus import Bus
@@ -37,6 +38,7 @@ class DeploymentDetail(DeploymentEntry, frozen=True, kw_only=True):
     bake_seconds: float
     events: list[Event]
     progress: Progress | None
+    webhook: WebhookShown | None  # without its secret
 
 
 def entry(deployment: Deployment) -> DeploymentEntry:
@@ -66,6 +68,7 @@ def detail(deployment: Deployment, progress: Progress | None) -> DeploymentDetai
         bake_seconds=deployment.bake_seconds,
         events=deployment.events,
         progress=progress,
+        webhook=webhooks.shown(deployment.webhook) if deployment.webhook is not None else None,
     )
 
 

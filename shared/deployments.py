@@ -4,7 +4,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from shared import records, registry, rollouts, subjects
+from shared import records, registry, rollouts, subjects, webhook_secrets
 from shared.errors import (
     DeploymentActive,
     DeploymentNotFound,
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 WRITE_TRIES_MAX = 10
 
 
-async def create(bus: "Bus", asked: NewDeployment) -> Deployment:
-    """Begin a deployment; the controller goes on with it.
+async def create(bus: "Bus", asked: NewDeployment, tenant: str = subjects.LOCAL_TENANT) -> Deployment:
+    """Begin a deployment for a tenant; the controller goes on with it.
 
     Raises BadRequest, ModelNotFound, VersionNotFound, VersionRetired, VersionFailed, DeploymentActive (the model has one that
     goes on) or Unavailable.
     """
     asked = rollouts.checked(asked)
+    if asked.webhook is not None:
+        await webhook_secrets.check(bus, tenant, asked.webhook)
     registry.check_names(asked.model, asked.version)
     record = await registry.find_version(bus, asked.model, asked.version)
     route = await registry.find_route(bus, asked.model)
@@ -56,7 +58,7 @@ async def create(bus: "Bus", asked: NewDeployment) -> Deployment:
         if route is None or len(route.weights) != 1:
             raise ModelNotFound(f"{asked.model} has no version that has all its traffic", param="model")
         id_ = rollouts.id_of(await _last_number(bus) + 1)
-        wanted = rollouts.plan_of(asked, id_, route.weights[0].version, time.time())
+        wanted = rollouts.plan_of(asked, id_, route.weights[0].version, time.time(), tenant)
         key = subjects.key(id_)
         if await bus.kv_create(subjects.DEPLOYMENTS_BUCKET, key, rollouts.encode(wanted)) is not None:
             return wanted

@@ -14,6 +14,7 @@ from shared import records
 from shared.errors import BadRequest, DeploymentState, Internal
 from shared.records import ALL_TRAFFIC, STABLE, Route, Weight
 from shared.stored import Stored, json
+from shared.webhooks import Webhook
 
 CANARY = "canary"  # the alias of the version that a rollout is about, while it lasts
 STEPS_MAX = 100
@@ -94,6 +95,7 @@ class NewDeployment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS_MAX)] | None = None
     gates: Gates = Gates()
     bake_seconds: Seconds | None = None  # at 100%, with the old version still loaded; None: the strategy's
+    webhook: Webhook | None = None  # is told of each change of the state or the step
 
 
 class Finding(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -159,6 +161,8 @@ class Deployment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     hurried: bool = False  # `promote`: neither soak nor bake nor gates are waited for
     reason: str = ""  # of the last change
     events: list[Event] = []
+    webhook: Webhook | None = None
+    tenant: str = ""  # whose the webhook is
 
     @property
     def ended(self) -> bool:
@@ -196,8 +200,8 @@ def checked(asked: NewDeployment) -> NewDeployment:
         raise BadRequest(f"{param}: {what}" if param else what, param=param) from None
 
 
-def plan_of(asked: NewDeployment, id_: str, stable: str, now: float) -> Deployment:
-    """The deployment that is asked for, about to begin; `now` in unix seconds. Raises BadRequest."""
+def plan_of(asked: NewDeployment, id_: str, stable: str, now: float, tenant: str = "") -> Deployment:
+    """The deployment that a tenant asks for, about to begin; `now` in unix seconds. Raises BadRequest."""
     steps = asked.steps or DEFAULT_STEPS[asked.strategy]
     if asked.steps and (asked.strategy == "immediate" or (asked.strategy == "blue_green" and len(steps) > 1)):
         raise BadRequest(f"steps: {asked.strategy} gives all the traffic at once", param="steps")
@@ -218,6 +222,8 @@ def plan_of(asked: NewDeployment, id_: str, stable: str, now: float) -> Deployme
             bake_seconds=DEFAULT_BAKE_S[asked.strategy] if asked.bake_seconds is None else asked.bake_seconds,
             created=now,
             serial=0,
+            webhook=asked.webhook,
+            tenant=tenant if asked.webhook is not None else "",
         ),
         "pending",
         "created",

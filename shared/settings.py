@@ -130,6 +130,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     # webhooks
     webhook_private_hosts: str = ""  # hosts whose addresses may be private, with commas between; `*`: any host's
+    webhook_age_max_s: float = 86_400.0  # an event that could not be told for so long is given up
+    webhook_backoff_s: float = 2.0  # after the first try that failed; three times as long after each
+    webhook_backoff_max_s: float = 3600.0  # a receiver's Retry-After counts up to this, too
+    webhook_connect_s: float = 5.0
+    webhook_answer_s: float = 15.0  # for one try, from the look-up of the name to the head of the answer
+    webhook_tries_max: int = 64  # at the same time
+    webhook_tries_per_tenant_max: int = 32
+    webhook_tries_per_host_max: int = 8
+    webhook_waiting_per_tenant_max: int = 10_000  # events that wait to be told; more are given up
+    webhook_bytes_max: int = 256 * MIB  # of all that wait, and of what is kept of those that do not
+    webhook_kept_s: float = 3600.0  # it is kept for so long what came of an event, for its subject's answer
+    deployment_webhook_url: str = ""  # is told of every deployment; "": only webhooks of their own are
+    deployment_webhook_secret: str = ""  # that it is signed with
 
     # the worker
     cache_dir: str = ""  # default: <data_dir>/cache

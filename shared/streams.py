@@ -22,6 +22,8 @@ STREAM_BYTES_MIN = 1 << 20
 SMALLER = 8  # what does not fit is made so many times smaller, and those after it as much
 READS = ("STREAM.MSG.GET.", "STREAM.INFO.", "CONSUMER.INFO.")
 DECISIONS_KEPT, DECISIONS_KEPT_S = 64, 30 * 24 * 3600.0  # of each version
+NOTICE_MARGIN_S = 3600.0  # a notice is kept for so long after it may be told
+RESULT_ACK_WAIT_S = 30.0
 CALL_S, READ_TRY_S, RETRY_S = 5.0, 1.5, 0.1
 SECOND = 1_000_000_000  # JetStream counts time in nanoseconds
 
@@ -142,6 +144,13 @@ def _buckets(settings: Settings) -> list[Bucket]:
             bytes_max=settings.job_records_bytes_max,
             message_ttl=True,
         ),
+        Bucket(
+            name=subjects.NOTICES_BUCKET,
+            ttl_s=settings.webhook_age_max_s + NOTICE_MARGIN_S,
+            bytes_max=settings.webhook_bytes_max,
+            values_expire=True,
+        ),
+        Bucket(name=subjects.WEBHOOK_SECRETS_BUCKET),
     ]
 
 
@@ -359,6 +368,23 @@ class Streams:
     @property
     def _idle(self) -> dict[str, Any]:
         return {"inactive_threshold": int(self.settings.fair_consumer_idle_s * SECOND)}
+
+    async def ensure_results_consumer(self) -> str:
+        """Create the durable pull consumer of all results, less what they are, unless it is there; its name."""
+        name = subjects.RESULTS_CONSUMER
+        config = {
+            "durable_name": name,
+            "filter_subject": subjects.RESULTS,
+            "headers_only": True,
+            "ack_policy": "explicit",
+            "ack_wait": int(RESULT_ACK_WAIT_S * SECOND),
+            "max_deliver": -1,
+            "deliver_policy": "all",
+            "replay_policy": "instant",
+        }
+        stream = subjects.RES_STREAM
+        await self.api(f"CONSUMER.CREATE.{stream}.{name}.{subjects.RESULTS}", {"stream_name": stream, "config": config})
+        return name
 
     async def _ensure_consumer(self, stream: str, lane: str, filter_subject: str, more: dict[str, Any]) -> str:
         name = subjects.consumer(lane, filter_subject)

@@ -31,6 +31,8 @@ LEADER_BUCKET = "leader"
 TENANTS_BUCKET = "tenants"
 DECISIONS_BUCKET = "decisions"
 JOBS_BUCKET = "jobs"
+NOTICES_BUCKET = "notices"
+WEBHOOK_SECRETS_BUCKET = "webhook_secrets"
 
 INGRESS_OWNER = "ingress"
 LOCAL_TENANT = "local"
@@ -175,6 +177,16 @@ def result(tenant: str, job_id: str) -> str:
 def results_of_job(tenant: str, job_id: str) -> str:
     """All that is kept of a job."""
     return f"res.{encode_token(tenant)}.{encode_token(job_id)}.*"
+
+
+RESULTS = "res.*.*.result"
+RESULTS_CONSUMER = "webhooks"  # of the controller that leads: whose webhooks are to be told of results
+
+
+def place_of_result(subject: str) -> tuple[str, str]:
+    """(tenant, job) of a result's subject. Raises ValueError."""
+    _, tenant, job_id, _ = subject.split(".")
+    return decode_token(tenant), decode_token(job_id)
 
 
 def dead_letter(model: str, version: str, tenant: str) -> str:

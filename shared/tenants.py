@@ -32,6 +32,7 @@ Priority = Annotated[int, Meta(ge=-100, le=100)]
 Count = Annotated[int, Meta(ge=1, le=10**12)]
 
 _KEY = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]{{43}}")
+_WEBHOOK_SECRET = re.compile(r"(whsec_)[A-Za-z0-9+/=]{32,}")  # as webhooks are signed with
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,8 +101,8 @@ def check_name(name: str) -> None:
 
 
 def redacted(text: str) -> str:
-    """`text` with nothing of the keys that are in it."""
-    return _KEY.sub(KEY_PREFIX + "...", text)
+    """`text` with nothing of the keys, and of the secrets of webhooks, that are in it."""
+    return _WEBHOOK_SECRET.sub(r"\1...", _KEY.sub(KEY_PREFIX + "...", text))
 
 
 def new_key() -> str:

@@ -11,7 +11,7 @@ import hmac
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -153,7 +153,7 @@ def event_id(tenant: str, type_: EventType, subject: str, serial: int = 0) -> st
     return "evt_" + hashlib.blake2b(named, digest_size=EVENT_ID_BYTES).hexdigest()
 
 
-def body(id_: str, type_: EventType, at: float, data: dict[str, Any]) -> bytes:
+def body(id_: str, type_: EventType, at: float, data: dict[str, object]) -> bytes:
     """What is sent of an event of the time `at` (unix seconds): the standard's fields, and those of OpenAI's events."""
     told = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     event = {"id": id_, "object": "event", "type": type_, "created_at": int(at), "timestamp": told, "data": data}
