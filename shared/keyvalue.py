@@ -204,6 +204,7 @@ class Watch:
     def _on_message(self, message: "Message") -> None:
         self._heard = asyncio.get_running_loop().time()
         if message.status:
+            self._ready.set()  # a heartbeat: what the first round still lacked has expired meanwhile
             return
         try:
             self._callback(
