@@ -26,7 +26,8 @@ from controller.scalers.base import Scaler
 from controller.starts import Exit, Failure, Starts, judge
 from controller.strays import Strays
 from controller.versions import Verify, Versions
-from controller.webhook_events import DeploymentEvents
+from controller.webhook_deployments import DeploymentEvents
+from controller.webhook_jobs import JobEvents
 from controller.webhook_sender import Sender
 from controller.webhooks import Webhooks
 from shared.bus import Bus
@@ -65,6 +66,7 @@ class Controller:
         self._expiries = Expiries(bus)
         self._webhooks = Webhooks(bus, self.leader, settings, metrics, Sender(settings))
         self._deployment_events = DeploymentEvents(bus, self.leader, settings, self._webhooks)
+        self._job_events = JobEvents(bus, self.leader, self._webhooks)
         self._hands = Hands(bus, settings, scaler, self.observer, self.leader, self._start_failed)
         self._turns: dict[VersionKey, Turn] = {}  # where devices are short
         self._term = 0  # of the lead that the decisions are of
@@ -89,6 +91,7 @@ class Controller:
             await self._decisions.start()
             await self._webhooks.start()
             await self._deployment_events.start()
+            await self._job_events.start()
             await self.leader.start()
             while not self._should_exit:
                 self.observer.changed.clear()
@@ -98,6 +101,7 @@ class Controller:
             await self._versions.close()
             await self._strays.close()
             await self._expiries.close()
+            await self._job_events.close()
             await self._deployment_events.close()
             await self._webhooks.close()
             await self._decisions.close()

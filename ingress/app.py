@@ -18,7 +18,7 @@ from ingress.identity import OPEN_PATHS, SCOPE_KEY
 from ingress.inference import Inference
 from ingress.job_views import Deleted, JobPage, JobView, NewJob
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
-from ingress.routes import deployments, health, jobs, models, registry, streams, tenants, usage
+from ingress.routes import deployments, health, jobs, models, registry, streams, tenants, usage, webhooks
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
@@ -30,6 +30,7 @@ from shared.router import ModelEntry, VersionEntry
 from shared.tenancy import NewKey, NewTenant, Rotation, TenantChanges
 from shared.tenant_views import IssuedKey, KeyEntry, TenantEntry
 from shared.usage import UsageSum
+from shared.webhook_secrets import NewSecret, SecretRotation, SecretShown
 
 log = logging.getLogger(__name__)
 
@@ -96,12 +97,13 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(models.router(context))
     app.include_router(streams.router(context, families))
     app.include_router(jobs.router(context, families))
+    app.include_router(webhooks.router(context))
     app.include_router(health.router(context))
     bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
     others = [models.ModelList, ModelEntry, VersionEntry, streams.Ended, NewVersion, AliasTarget, registry.Aliases]
     others += [Changes, VersionConfig, NewDeployment, DeploymentEntry, DeploymentDetail]
     others += [UsageSum, NewTenant, TenantChanges, TenantEntry, NewKey, Rotation, KeyEntry, IssuedKey]
-    others += [NewJob, JobView, JobPage, Deleted]
+    others += [NewJob, JobView, JobPage, Deleted, SecretRotation, NewSecret, SecretShown]
     openapi.install(app, [*bodies, *others])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)

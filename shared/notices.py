@@ -8,14 +8,14 @@ what it said, so that nobody writes it again, and for whoever asks.
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from shared import records, subjects, webhooks
 from shared.stored import Stored, json
-from shared.webhooks import EventType, Webhook
+from shared.webhooks import Delivery, DeliveryState, EventType, Webhook
 
 if TYPE_CHECKING:
     from shared.bus import Bus
@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 
 OPERATOR = subjects.INGRESS_OWNER  # whose deployments are: no tenant is called that
 ERROR_CHARACTERS_MAX = 200
-
-State = Literal["waiting", "delivered", "given_up"]
 
 
 class Notice(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,7 +37,7 @@ class Notice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     url: str  # of one that has ended: the host only
     body: str = ""  # of one that waits: what is sent, to the byte
     secret: str | None = None  # None: the tenant's
-    state: State = "waiting"
+    state: DeliveryState = "waiting"
     attempts: int = 0
     due: float = 0.0  # unix seconds: when it is to be tried next
     error: str = ""  # of the last attempt
@@ -91,13 +89,21 @@ async def find(bus: "Bus", tenant: str, id_: str) -> Notice | None:
     return found[0] if found is not None else None
 
 
+async def delivery(bus: "Bus", tenant: str, type_: EventType, subject: str) -> Delivery | None:
+    """How far it is with telling of an event; None: nobody is to be told, is yet, or was for a while. Raises Unavailable."""
+    notice = await find(bus, tenant, webhooks.event_id(tenant, type_, subject))
+    if notice is None:
+        return None
+    return Delivery(id=notice.id, type=type_, state=notice.state, attempts=notice.attempts, error=notice.error or None)
+
+
 async def postpone(bus: "Bus", notice: Notice, error: str, due: float) -> bool:
     """An attempt failed, and another is due; whether that is written: nobody else wrote of it meanwhile. Raises Unavailable."""
     attempts = notice.attempts + 1
     return await _change(bus, notice, replace(notice, attempts=attempts, error=error[:ERROR_CHARACTERS_MAX], due=due))
 
 
-async def end(bus: "Bus", notice: Notice, state: State, error: str = "", *, attempted: bool = True) -> bool:
+async def end(bus: "Bus", notice: Notice, state: DeliveryState, error: str = "", *, attempted: bool = True) -> bool:
     """It was delivered or given up; whether that is written. Raises Unavailable."""
     ended = replace(
         notice,

@@ -53,6 +53,7 @@ EventType = Literal[
     "deployment.rolled_back",
     "deployment.failed",
 ]
+DeliveryState = Literal["waiting", "delivered", "given_up"]
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
 
 _printable = re.compile(r"[!-~]+").fullmatch
@@ -73,11 +74,22 @@ class Webhook(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
         return f"Webhook(to {host_of(self.url)})"
 
 
-class WebhookShown(Struct, frozen=True, kw_only=True):
+class Delivery(Struct, frozen=True, kw_only=True):
+    """How far it is with telling a webhook of an event."""
+
+    id: str  # the webhook-id
+    type: EventType
+    state: DeliveryState
+    attempts: int
+    error: str | None  # of the last attempt
+
+
+class WebhookShown(Struct, kw_only=True):
     """A webhook as answers show it: without its secret."""
 
     url: str
     events: tuple[EventType, ...]
+    delivery: Delivery | None = None  # of the end of what it is of, where that is known
 
 
 def shown(webhook: Webhook) -> WebhookShown:

@@ -22,7 +22,7 @@ from ingress.job_source import wait_ended
 from ingress.job_submission import submit
 from ingress.job_views import JOBS, Deleted, JobPage, JobView, NewJob, deadline_s, kept_s, location, view
 from ingress.position import HEADER
-from shared import job_records, job_status, webhooks
+from shared import job_events, job_records, job_status, webhook_secrets
 from shared.errors import BadRequest, HeadraceError, JobNotFound
 from shared.job_status import State, Status
 
@@ -60,7 +60,7 @@ def router(context: Context, families: tuple[Family, ...]) -> APIRouter:
         caller, headers = caller_of(request), request.headers
         family = family_at(families, asked.endpoint)
         if asked.webhook is not None:
-            webhooks.check(asked.webhook, settings.webhook_private_hosts)
+            await webhook_secrets.check(context.detached.bus, caller.tenant, asked.webhook)
         order = Order(
             endpoint=asked.endpoint,
             deadline_s=deadline_s(asked.deadline_seconds, settings),
@@ -106,7 +106,10 @@ def router(context: Context, families: tuple[Family, ...]) -> APIRouter:
 
     async def show(request: Request) -> Response:
         state = await found(request, wait=True)
-        return _json(view(state, family_of(families, state)))
+        told = view(state, family_of(families, state))
+        if told.webhook is not None:
+            told.webhook.delivery = await job_events.delivery(context.detached.bus, state)
+        return _json(told)
 
     async def events(request: Request) -> Response:
         return JobAnswer(context, families, EVENTS, caller_of(request), await found(request), streamed=True)

@@ -19,7 +19,7 @@ from shared.errors import BadRequest
 from shared.notices import Notice
 from shared.settings import Settings
 from shared.webhook_secrets import SecretRotation
-from shared.webhooks import Webhook
+from shared.webhooks import DeliveryState, Webhook
 
 from .webhook_receiver import SECRET, Receiver, receiving, status
 
@@ -61,7 +61,7 @@ class World:
         return notice
 
     async def until(
-        self, notice: Notice, state: notices.State, also: Callable[[Notice], bool] = lambda _: True
+        self, notice: Notice, state: DeliveryState, also: Callable[[Notice], bool] = lambda _: True
     ) -> Notice:
         """The notice, once it is in that state."""
         async with asyncio.timeout(30):

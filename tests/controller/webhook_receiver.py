@@ -83,10 +83,10 @@ class Receiver:
 
 
 @contextlib.asynccontextmanager
-async def receiving(answer: Answer | None = None, **options: Any) -> AsyncIterator[Receiver]:
+async def receiving(answer: Answer | None = None, port: int = 0, **options: Any) -> AsyncIterator[Receiver]:
     """A receiver as long as the body lasts; `options` of the server, `ssl` for instance."""
     receiver = Receiver(answer or status(200))
-    server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0, **options)
+    server = await asyncio.start_server(receiver.serve, "127.0.0.1", port, **options)
     receiver.port = server.sockets[0].getsockname()[1]
     try:
         yield receiver
