@@ -18,6 +18,7 @@ from controller.faults import point
 from controller.fleet import Member, Plan
 from controller.hands import Hands
 from controller.leader import Leadership
+from controller.leftover_inputs import LeftoverInputs
 from controller.metrics import Metrics, VersionView
 from controller.observer import HINT_S, Observer, VersionKey
 from controller.placement import NO_VERSION
@@ -67,6 +68,7 @@ class Controller:
         self._webhooks = Webhooks(bus, self.leader, settings, metrics, Sender(settings))
         self._deployment_events = DeploymentEvents(bus, self.leader, settings, self._webhooks)
         self._job_events = JobEvents(bus, self.leader, self._webhooks)
+        self._leftovers = LeftoverInputs(settings)
         self._hands = Hands(bus, settings, scaler, self.observer, self.leader, self._start_failed)
         self._turns: dict[VersionKey, Turn] = {}  # where devices are short
         self._term = 0  # of the lead that the decisions are of
@@ -104,6 +106,7 @@ class Controller:
             await self._job_events.close()
             await self._deployment_events.close()
             await self._webhooks.close()
+            await self._leftovers.close()
             await self._decisions.close()
             await self.leader.close()
             await self._scaler.close()
@@ -155,6 +158,7 @@ class Controller:
         await self._rollouts.step(facts, by_version, observer.records)
         self._strays.step(self._withdrawn_with_jobs(facts), now)
         self._expiries.step(time.time())
+        self._leftovers.step(now)
         self._versions.step(self._starts, {name for name in names if by_version[name]}, now)
         self._metrics.show(views)
         self._forget(set(names))

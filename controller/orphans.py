@@ -10,6 +10,7 @@ import time
 
 from shared import subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
+from shared.claim_check import ClaimCheck
 from shared.errors import Unavailable
 from shared.streams import StoredMessage
 
@@ -112,5 +113,5 @@ async def _move(bus: Bus, message: StoredMessage, request: wire.Request, version
     headers[wire.HEADER_MSG_ID] = wire.copy_id(request.rid, version, 0)
     headers[wire.HEADER_RESUME] = "1"
     request.version = version
-    await bus.publish_once(subjects.request(request.model, version, lane, tenant), wire.encode(request), headers)
-    await bus.delete_message(subjects.REQ_STREAM, message.seq)
+    subject = subjects.request(request.model, version, lane, tenant)
+    await ClaimCheck(bus).move(subjects.REQ_STREAM, message, request, subject, headers)

@@ -11,6 +11,7 @@ from typing import Any
 from controller.observer import VersionKey
 from shared import job_records, jobs, subjects, wire
 from shared.bus import Bus
+from shared.claim_check import ClaimCheck
 from shared.errors import HeadraceError, Unavailable
 from shared.records import Route
 from shared.router import destination, withdrawn
@@ -122,7 +123,7 @@ async def _end(bus: Bus, message: StoredMessage, request: wire.Request, error: H
     keep_s = message.headers.get(wire.HEADER_KEEP, "")
     told = WireError(error.code, error.message, error.param)
     await jobs.end(bus, tenant, request.rid, request.version, told, int(keep_s) if keep_s.isdecimal() else 0)
-    await bus.delete_message(subjects.JOB_STREAM, message.seq)
+    await ClaimCheck(bus).delete_read(subjects.JOB_STREAM, message)
     return True
 
 
@@ -134,8 +135,9 @@ async def _move(bus: Bus, message: StoredMessage, request: wire.Request, version
         headers[wire.HEADER_TTL] = message.headers[wire.HEADER_TTL]
     headers[wire.HEADER_MSG_ID] = wire.copy_id(request.rid, version, 0)
     request.version = version
-    ack = await bus.publish_once(subjects.job(request.model, version, tenant), wire.encode(request), headers)
+    claim_check = ClaimCheck(bus)
+    ack = await claim_check.copy(message, request, subjects.job(request.model, version, tenant), headers)
     await job_records.note(bus, tenant, request.rid, ack.seq, version)
-    await bus.delete_message(subjects.JOB_STREAM, message.seq)
+    await claim_check.delete_read(subjects.JOB_STREAM, message)
     await bus.publish(subjects.wake(request.model, version))
     return True

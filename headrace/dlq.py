@@ -8,6 +8,7 @@ import typer
 
 from headrace.globals import with_bus
 from shared import subjects, wire
+from shared.claim_check import DEAD_INPUTS, ClaimCheck
 from shared.errors import NotFound
 
 app = typer.Typer(help="Requests that were given up.", no_args_is_help=True)
@@ -61,7 +62,7 @@ def list_(
 @app.command()
 def show(context: typer.Context, seq: Sequence, body: Body = False, as_json: Json = False) -> None:
     """All that is known of one; its prompt only with --body."""
-    letter, given = with_bus(context, lambda bus: read_one(bus, seq))
+    letter, given = with_bus(context, lambda bus: read_one(bus, seq, body))
     if body:
         letter.body = given
     if as_json:
@@ -107,19 +108,21 @@ async def read_all(bus: Any, limit: int) -> list[DeadLetter]:
     return letters
 
 
-async def read_one(bus: Any, seq: int) -> tuple[DeadLetter, wire.Input | None]:
-    """One of the DLQ and its input. Raises NotFound and Unavailable."""
+async def read_one(bus: Any, seq: int, whole: bool) -> tuple[DeadLetter, wire.Input | None]:
+    """One of the DLQ and (`whole`) its input. Raises NotFound, StreamGone and Unavailable."""
     message = await bus.get_message(subjects.DLQ_STREAM, seq)
     if message is None:
         raise NotFound(f"the DLQ has no message {seq}")
     letter, request = describe(message)
-    return letter, None if request is None else request.input
+    if request is None or not whole:
+        return letter, None
+    return letter, (await _opened(bus, letter, request)).input
 
 
 async def run_again(bus: Any, dispatcher: Any, seq: int, show_text: Callable[[str], None] | None) -> str:
     """Publish one again under a fresh rid and wait for its answer; what came of it, in a line.
 
-    Raises NotFound, and the error that it ended with: then it stays in the DLQ.
+    Raises NotFound, StreamGone, and the error that it ended with: then it stays in the DLQ.
     """
     message = await bus.get_message(subjects.DLQ_STREAM, seq)
     if message is None:
@@ -127,6 +130,7 @@ async def run_again(bus: Any, dispatcher: Any, seq: int, show_text: Callable[[st
     letter, request = describe(message)
     if request is None:
         raise NotFound(f"message {seq} of the DLQ is not a request: it cannot be run")
+    request = await _opened(bus, letter, request)
     again = msgspec.structs.replace(request, rid=wire.new_id(), framing=b"")
     stream = await dispatcher.submit(again, letter.tenant)
     texts = [""] * again.sampling.n
@@ -135,7 +139,7 @@ async def run_again(bus: Any, dispatcher: Any, seq: int, show_text: Callable[[st
             for delta in await stream.next():
                 texts[delta.choice] += delta.text
     except StopAsyncIteration:
-        await bus.delete_message(subjects.DLQ_STREAM, seq)
+        await ClaimCheck(bus).delete_read(subjects.DLQ_STREAM, message)
     finally:
         stream.leave()
     if show_text is not None:
@@ -163,11 +167,15 @@ def describe(message: Any) -> tuple[DeadLetter, wire.Request | None]:
         reason=headers.pop(wire.HEADER_REASON, ""),
         bytes=len(message.data),
         rid=None if request is None else request.rid,
-        input=None if request is None else _size(request.input),
+        input=None if request is None else _size(request),
         sampling=None if request is None else request.sampling,
         headers=headers,
     )
     return letter, request
+
+
+async def _opened(bus: Any, letter: DeadLetter, request: wire.Request) -> wire.Request:
+    return await ClaimCheck(bus).open(request, letter.tenant, DEAD_INPUTS)
 
 
 def _name(token: str) -> str:
@@ -178,7 +186,10 @@ def _name(token: str) -> str:
         return token
 
 
-def _size(given: wire.Input) -> str:
+def _size(request: wire.Request) -> str:
+    given = request.input
+    if request.stored is not None:
+        return f"{request.stored.size} bytes in the object store"
     if given.messages is not None:
         return f"{len(given.messages)} messages, {sum(len(each.content or '') for each in given.messages)} characters"
     if given.prompt is not None:

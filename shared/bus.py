@@ -129,6 +129,12 @@ class Subscription:
             log.exception("a message on %s was not handled", self._subject)
 
 
+def _check_size(size: int, bytes_max: int) -> None:
+    """Raises TooLarge, for which `shared.claim_check` is the remedy. No limit: the server has not told it yet."""
+    if size > bytes_max > 0:
+        raise TooLarge(f"a message of {size} bytes is over the bus's limit of {bytes_max} bytes")
+
+
 def _tls_of(settings: Settings) -> ssl.SSLContext | None:
     """Of connections to NATS; None: without TLS. Raises SettingsError."""
     secured = {url.strip().startswith("tls://") for url in settings.nats_url.split(",")}
@@ -335,8 +341,7 @@ class Bus(KeyValue):
             self.dropped += 1
             return False
         size = len(data) + (64 + sum(len(key) + len(value) + 4 for key, value in headers.items()) if headers else 0)
-        if size > self._client.max_payload > 0:
-            raise TooLarge(f"a message of {size} bytes is over the bus's limit of {self._client.max_payload} bytes")
+        _check_size(size, self._client.max_payload)
         try:
             await self._client.publish(subject, data, reply, dict(headers) if headers else None)
         except (nats.errors.Error, OSError):
@@ -357,8 +362,7 @@ class Bus(KeyValue):
 
         Raises TooLarge (over `payload_bytes_max`), QueueFull (the subject or the stream is at its limit) or Unavailable.
         """
-        if len(data) > self.payload_bytes_max:
-            raise TooLarge(f"a request of {len(data)} bytes is over the limit of {self.payload_bytes_max} bytes")
+        _check_size(len(data), self.payload_bytes_max)
         if HEADER_MSG_ID not in headers:
             raise ValueError("a durable publish is retried and so needs a Nats-Msg-Id")
         deadline = asyncio.get_running_loop().time() + self.settings.publish_timeout_s

@@ -18,6 +18,7 @@ import msgspec
 
 from shared import control, leftovers, subjects, wire
 from shared.bus import NO_RESPONDERS, Bus, Message
+from shared.claim_check import ClaimCheck
 from shared.envelope import headers_of, limits_of
 from shared.errors import (
     BadRequest,
@@ -88,6 +89,7 @@ class Dispatcher:
     def __init__(self, bus: Bus, settings: Settings, owner: str = subjects.INGRESS_OWNER) -> None:
         self._bus, self._settings, self._owner = bus, settings, owner
         self._trusted = owner == subjects.INGRESS_OWNER
+        self._claim_check = ClaimCheck(bus, may_store=self._trusted)
         self.unread_tokens_max = settings.unread_tokens_max
         self._over: dict[str, wire.Usage] = {}  # what requests came to that ended of late, by rid
         self.on_end: Callable[[Stream], None] | None = None  # told of each request that is over here
@@ -127,6 +129,7 @@ class Dispatcher:
         for task in [*self._loops, *self._background]:
             task.cancel()
         await asyncio.gather(*self._loops, *self._background, return_exceptions=True)
+        self._claim_check.close()
 
     @property
     def open_streams(self) -> int:
@@ -177,7 +180,7 @@ class Dispatcher:
         stream.lane = stream.place.lane
         subject = subjects.request(request.model, request.version, stream.lane, tenant)
         try:
-            ack = await self._bus.publish_once(
+            ack = await self._claim_check.publish(
                 subject, stream.body, headers_of(self._settings, requester, request.rid, False)
             )
         except HeadraceError as error:
@@ -260,11 +263,11 @@ class Dispatcher:
 
     async def locate(self, rid: str, tenant: str, seq: int) -> Located | None:
         """A request that somebody published, to `attach` to. Raises Unavailable."""
-        return await locate(self._bus, self._settings, rid, tenant, seq, self._owner)
+        return await locate(self._bus, self._claim_check, rid, tenant, seq, self._owner)
 
     async def revoke(self, rid: str, tenant: str, seq: int) -> bytes:
         """End a request for everybody, wherever it is. Raises Unavailable."""
-        return await revoke(self._bus, self._settings, rid, tenant, seq, self._owner)
+        return await revoke(self._bus, self._claim_check, rid, tenant, seq, self._owner)
 
     def version_changed(self, version: Version) -> None:
         """A version that is out of service takes no more requests: those that wait for it end with the reason."""
@@ -431,12 +434,12 @@ class Dispatcher:
                 case DeleteMessage() | DeadLetter() if not self._trusted:
                     pass  # a worker that takes the message is told to let go
                 case DeleteMessage(insist=True):
-                    self._do(leftovers.delete(self._bus, action.seq, self._moving))
+                    self._do(leftovers.delete(self._claim_check, stream.body, action.seq, self._moving))
                 case DeleteMessage():
                     self.totals["withdrawn"] += 1
-                    self._do(self._bus.delete_message(subjects.REQ_STREAM, action.seq))
+                    self._do(self._claim_check.delete(subjects.REQ_STREAM, action.seq, stream.body))
                 case DeadLetter():
-                    self._do(leftovers.bury(self._bus, stream, action.reason))
+                    self._do(leftovers.bury(self._claim_check, stream, action.reason))
 
     def _explained(self, stream: Stream, error: HeadraceError | None) -> HeadraceError | None:
         """Why no worker came, where that is known."""
@@ -556,7 +559,7 @@ class Dispatcher:
         stored = await self._bus.get_message(subjects.REQ_STREAM, sequence)
         if stored is not None and not stream.body:
             request = wire.decode_request(stored.data, stored.headers, subjects.version_of_request(stored.subject))
-            stream.body = wire.encode(request)
+            stream.body = wire.encode(await self._claim_check.open(request, stream.tenant))
         self.act(stream, stream.requester.message_state(sequence, stored is not None, time.monotonic()))
 
     def _guess(self, stream: Stream, sequence: int) -> None:
@@ -581,7 +584,7 @@ class Dispatcher:
         try:
             async with self._moving if k == 0 else contextlib.nullcontext():
                 headers = headers_of(self._settings, stream.requester, message_id, True)
-                ack = await self._bus.publish_once(subject, stream.body, headers)
+                ack = await self._claim_check.publish(subject, stream.body, headers)
         except HeadraceError as error:
             self.act(stream, stream.requester.publish_failed(error, time.monotonic()))
             return

@@ -11,6 +11,7 @@ import msgspec
 
 from shared import results, subjects, wire
 from shared.bus import Bus, Message
+from shared.claim_check import ClaimCheck
 from shared.errors import Cancelled, QueueDeadline, Unavailable
 from shared.results import Checkpoint, Result
 from shared.wire import CANCELLED, About, Request, WireError
@@ -40,6 +41,7 @@ class Jobs:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._claim_check = ClaimCheck(bus)
         self._woken: dict[tuple[str, str], float] = {}  # versions, and when a hint was sent
 
     async def submit(self, request: Request, tenant: str, deadline_s: float | None = None, keep_s: int = 0) -> Ticket:
@@ -60,7 +62,7 @@ class Jobs:
             headers[wire.HEADER_KEEP] = str(keep_s)
         name = (request.model, request.version)
         subject = subjects.job(*name, tenant)
-        sequence = await self._bus.publish_durable(subject, wire.encode_request(request), headers)
+        sequence = (await self._claim_check.publish(subject, wire.encode_request(request), headers)).seq
         now = time.monotonic()
         if now - self._woken.get(name, -math.inf) >= WAKE_EVERY_S:
             self._woken[name] = now
@@ -119,7 +121,7 @@ class Jobs:
         except Unavailable:  # no worker has it, or the one that had it is dead
             error = WireError(Cancelled.code, "the job was cancelled")
             result = await end(self._bus, ticket.tenant, ticket.id, ticket.version, error, ticket.keep_s)
-            await self._bus.delete_message(subjects.JOB_STREAM, ticket.sequence)
+            await self._claim_check.delete(subjects.JOB_STREAM, ticket.sequence)
             await self._bus.publish(subjects.CANCEL_JOB, about)  # it may have been taken in between
             return result.error is not None and result.error.code == Cancelled.code
         return answer.data == CANCELLED

@@ -7,7 +7,8 @@ import msgspec
 
 from shared import subjects, wire
 from shared.bus import Bus
-from shared.errors import Unavailable
+from shared.claim_check import ClaimCheck
+from shared.errors import StreamGone, Unavailable
 from shared.settings import Settings
 from shared.streams import StoredMessage
 
@@ -21,15 +22,16 @@ class Located(msgspec.Struct, frozen=True):
 
     request: wire.Request
     seq: int
-    body: bytes  # of its message; b"": the message is gone
+    body: bytes  # of its message, what it refers to included; b"": the message is gone, or what it refers to
     queue_left_s: float  # of its queue deadline, if nobody has taken it yet
 
 
-async def locate(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int, owner: str) -> Located | None:
+async def locate(bus: Bus, claim_check: ClaimCheck, rid: str, tenant: str, seq: int, owner: str) -> Located | None:
     """The request, asked of the queue by its sequence (0: not known), then of everybody. None: nobody has it any more.
 
     `owner` of frame addresses: who asks. Only an ingress may look into the queue. Raises Unavailable.
     """
+    settings = bus.settings
     stored = await _stored(bus, rid, tenant, seq, owner)
     if stored is None:
         found = await _ask_everybody(bus, settings, rid, tenant, owner)
@@ -44,7 +46,13 @@ async def locate(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int, 
     deadline_ms = message.headers.get(wire.HEADER_QUEUE_DEADLINE, "")
     if deadline_ms.isdigit():
         left_s = int(deadline_ms) / 1000 - time.time()
-    return Located(request, message.seq, wire.encode(request), max(left_s, _least_s(settings)))
+    left_s = max(left_s, _least_s(settings))
+    try:
+        request = await claim_check.open(request, tenant)
+    except (StreamGone, Unavailable) as error:  # a worker may have it all the same
+        log.warning("request %s cannot be published again: %s", rid, error.message)
+        return Located(request, message.seq, b"", left_s)
+    return Located(request, message.seq, wire.encode(request), left_s)
 
 
 def _least_s(settings: Settings) -> float:
@@ -52,18 +60,19 @@ def _least_s(settings: Settings) -> float:
     return 2 * settings.orphan_grace_s + 3 * settings.ack_wait_s
 
 
-async def revoke(bus: Bus, settings: Settings, rid: str, tenant: str, seq: int, owner: str) -> bytes:
+async def revoke(bus: Bus, claim_check: ClaimCheck, rid: str, tenant: str, seq: int, owner: str) -> bytes:
     """End a request for everybody: `wire.CANCELLED`, `wire.FINISHED`, or b"" when nobody has it. Raises Unavailable.
 
     A queued one is known to the requester that published it; where that one is gone, only its sequence finds it.
     """
     question = wire.encode(wire.About(rid, tenant))
     try:
-        answer = await bus.request(subjects.cancel(owner), question, settings.attach_timeout_s)
+        answer = await bus.request(subjects.cancel(owner), question, bus.settings.attach_timeout_s)
     except Unavailable:
-        if await _stored(bus, rid, tenant, seq, owner) is None:
+        stored = await _stored(bus, rid, tenant, seq, owner)
+        if stored is None:
             return b""
-        await bus.delete_message(subjects.REQ_STREAM, seq)
+        await claim_check.delete_read(subjects.REQ_STREAM, stored[0])
         return wire.CANCELLED
     return answer.data
 

@@ -176,16 +176,16 @@ class ObjectStore:
                 metadata_directive=REPLACE,
             )
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """The objects whose keys begin with `prefix`, in the order of their keys."""
+    def each(self, prefix: str) -> Iterator[ObjectInfo]:
+        """The objects whose keys begin with `prefix`, in the order of their keys; asked for a thousand at a time."""
         with self._errors():
-            found = self._client.list_objects(self.bucket, prefix=prefix, recursive=True)
-            return [
-                ObjectInfo(
-                    str(item.object_name), item.size or 0, item.last_modified.timestamp() if item.last_modified else 0.0
-                )
-                for item in found
-            ]
+            for item in self._client.list_objects(self.bucket, prefix=prefix, recursive=True):
+                modified = item.last_modified.timestamp() if item.last_modified else 0.0
+                yield ObjectInfo(str(item.object_name), item.size or 0, modified)
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """The same, all at once."""
+        return [*self.each(prefix)]
 
     def remove(self, key: str) -> None:
         """Remove an object; not an error if it is not there."""

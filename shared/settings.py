@@ -107,6 +107,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     req_bytes_max: int = 8 * GIB
     req_messages_per_subject_max: int = 10_000
     req_consumers_max: int = 5000
+    stored_input_kept_s: float = 86_400.0  # of a request over the bus's limit: then what was left behind is removed
     job_deadline_s: float = 86_400.0  # detached work that has not ended by then ends with an error
     job_max_age_s: float = 7 * 86_400.0
     job_bytes_max: int = GIB

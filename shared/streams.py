@@ -21,6 +21,7 @@ NO_ROOM = {10023, 10047}  # memory and storage that the server has to give
 STREAM_BYTES_MIN = 1 << 20
 SMALLER = 8  # what does not fit is made so many times smaller, and those after it as much
 READS = ("STREAM.MSG.GET.", "STREAM.INFO.", "CONSUMER.INFO.")
+DEAD_LETTERS_KEPT_S = 7 * 24 * 3600.0
 DECISIONS_KEPT, DECISIONS_KEPT_S = 64, 30 * 24 * 3600.0  # of each version
 NOTICE_MARGIN_S = 3600.0  # a notice is kept for so long after it may be told
 RESULT_ACK_WAIT_S = 30.0
@@ -249,7 +250,7 @@ class Streams:
                 "subjects": [subjects.DLQ_SUBJECTS],
                 "retention": "limits",
                 "storage": "file",
-                "max_age": 7 * 24 * 3600 * SECOND,
+                "max_age": int(DEAD_LETTERS_KEPT_S * SECOND),
                 "max_bytes": 1 << 30,
                 "num_replicas": settings.nats_replicas,
             }

@@ -200,6 +200,11 @@ def dead_letter_of(request_subject: str) -> str:
     return f"dlq.{model}.{version}.{tenant if _TOKEN.fullmatch(tenant) else encode_token(tenant[:CHARACTERS_SHOWN])}"
 
 
+def is_dead_letter(subject: str) -> bool:
+    """Whether it is one of the DLQ's."""
+    return subject.startswith("dlq.")
+
+
 def usage(tenant: str) -> str:
     """Where it is kept what a tenant's requests came to: `usage.<tenant>`."""
     return f"usage.{encode_token(tenant)}"

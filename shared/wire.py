@@ -113,8 +113,19 @@ class Input(msgspec.Struct, omit_defaults=True):
     )
 
 
+class StoredInput(msgspec.Struct, frozen=True):
+    """An input that is too large for the bus: an object of the request's tenant and rid, named by `id` (shared.claim_check)."""
+
+    id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    size: Annotated[int, Meta(gt=0)]  # bytes
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
 class Request(msgspec.Struct, omit_defaults=True):
-    """The body of a message in REQ. `model` and `version` are resolved: no alias, no pin; an empty version is the subject's."""
+    """The body of a message in REQ. `model` and `version` are resolved: no alias, no pin; an empty version is the subject's.
+
+    With `stored`, the input and what is large of the sampling are in the object store.
+    """
 
     rid: Rid
     model: str
@@ -123,6 +134,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     sampling: Sampling = msgspec.field(default_factory=Sampling)
     movable: bool = False  # the route chose the version: until the first token another one may take its place
     framing: bytes = b""  # what another requester needs to know to go on with the answer; workers do not look into it
+    stored: StoredInput | None = None
 
 
 class TopLogprob(msgspec.Struct, array_like=True, gc=False):

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared import results, subjects, wire
 from shared.bus import Bus, Message
-from shared.errors import Cancelled, HeadraceError, Poisoned, TooLarge, Unavailable
+from shared.errors import Cancelled, HeadraceError, ObjectsUnavailable, Poisoned, TooLarge, Unavailable
 from shared.records import Version
 from shared.results import Result
 from shared.usage import COMPLETED, UsageEvent
@@ -19,6 +19,7 @@ from workers.billing import Biller
 from workers.engine.request import Engine, EngineRequest, TenantLimits, TokenEvent
 from workers.fair import FairPuller
 from workers.handback import hold_max_of
+from workers.inputs import StoredInputs
 from workers.intake import read_job
 from workers.jobs import Action, Begin, Cut, HandBack, JobLimits, JobTable, Look, Save, Settle, Store
 from workers.letters import bury, keep_request
@@ -42,6 +43,7 @@ class Detached:
         bus: Bus,
         version: Version,
         engine: Engine,
+        inputs: StoredInputs,
         preparer: Preparer,
         biller: Biller,
         meter: Meter,
@@ -53,7 +55,8 @@ class Detached:
         out: Callable[[str, bytes], None],
     ) -> None:
         """`slots_left`: by claimed requests. `quiet_s(now)`: for how long these have had no use for credit."""
-        self._bus, self._version, self._engine, self._preparer = bus, version, engine, preparer
+        self._bus, self._version, self._engine = bus, version, engine
+        self._inputs, self._preparer = inputs, preparer
         self._biller, self._meter, self._metrics = biller, meter, metrics
         self._slots_left, self._limits, self._out = slots_left, limits, out
         settings = bus.settings
@@ -175,6 +178,7 @@ class Detached:
             subject = subjects.dead_letter_of(message.subject)
             self._do(bury(self._bus, subject, message.data, message.headers, message.reply, str(error), self._out))
             return
+        self._inputs.hold(delivery.handle, delivery.request, delivery.tenant)
         self._act(self._table.message(delivery, time.monotonic()))
 
     # -- what is done --------------------------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ class Detached:
     def _begin(self, begin: Begin) -> None:
         request = begin.request
 
-        def ready(prompt_ids: list[int]) -> None:
+        def ready(prompt_ids: list[int], sampling: wire.Sampling) -> None:
             self._meter.submitted(begin.run, request.rid, len(prompt_ids), time.monotonic())
             self.submitted += 1
             self._engine.submit(
@@ -215,7 +219,7 @@ class Detached:
                     key=begin.run,
                     tenant=begin.tenant,
                     prompt_ids=prompt_ids,
-                    sampling=request.sampling,
+                    sampling=sampling,
                     prefix=begin.prefix,
                     limits=self._limits(begin.tenant),
                     detached=True,
@@ -223,10 +227,13 @@ class Detached:
             )
 
         def refused(error: WireError) -> None:
+            if error.code == ObjectsUnavailable.code:  # it has time until its deadline
+                self._act(self._table.put_off(begin.run))
+                return
             self._metrics.failed(error.code)
             self._act(self._table.failed(begin.run, error))
 
-        self._preparer.begin(begin.run, request, ready, refused)
+        self._preparer.begin(begin.run, request, begin.tenant, ready, refused)
 
     async def _look(self, look: Look) -> None:
         rid = look.delivery.request.rid
@@ -260,7 +267,8 @@ class Detached:
         try:
             if result.error is not None and result.error.code == Poisoned.code:
                 headers = {wire.HEADER_WIRE: wire.WIRE_VERSION}
-                await keep_request(self._bus, delivery.request, tenant, headers, result.error.message)
+                request, reason = delivery.request, result.error.message
+                await keep_request(self._inputs.claim_check, request, tenant, headers, reason)
             try:
                 result = await results.store(self._bus, tenant, rid, result, delivery.keep_s)
             except TooLarge as error:

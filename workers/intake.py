@@ -71,6 +71,8 @@ def _read(message: Message, version: Version) -> tuple[Request, str, Where]:
     if headers.get(wire.HEADER_WIRE) != wire.WIRE_VERSION:
         raise Malformed(f"its wire version is {headers.get(wire.HEADER_WIRE)}, not {wire.WIRE_VERSION}")
     request = wire.decode_request(message.data, headers, version.version)
+    if request.stored is not None and request.input != wire.Input():
+        raise Malformed("it has an input, and refers to one")
     if (request.model, request.version) != (version.model, version.version):
         raise Malformed("its body is of another version than its subject")
     try:

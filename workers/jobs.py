@@ -322,6 +322,11 @@ class JobTable:
         self._run_over(job)
         return self._end(job, error)
 
+    def put_off(self, run: str) -> list[Action]:
+        """What it needs cannot be had for now: hand it back."""
+        job = self._runs.get(run)
+        return [] if job is None else self._leave(job)
+
     # -- anybody of the tenant, time and the end -----------------------------------------------------------------------
 
     def cancel(self, about: About) -> tuple[bool, list[Action]]:

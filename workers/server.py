@@ -23,6 +23,7 @@ from workers.detached import Detached
 from workers.engine.request import Engine, EngineRequest, TenantLimits, TokenEvent
 from workers.fair import FairPuller
 from workers.handback import HandBack, free_slots, hold_max_of
+from workers.inputs import StoredInputs
 from workers.intake import read_delivery
 from workers.letters import bury, dead_letter
 from workers.metering import Meter
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 HAND_BACK_S = 1.0  # of the drain budget: for handing back what does not fit into it
-ACK, NAK, IN_PROGRESS = b"+ACK", b"-NAK", b"+WPI"
+ACK, NAK, TERM, IN_PROGRESS = b"+ACK", b"-NAK", b"+TERM", b"+WPI"
 
 
 class WorkerServer:
@@ -93,11 +94,13 @@ class WorkerServer:
             lambda: self._puller.open,
             lambda run: self._act(self._table.hand_back(run)),
         )
-        self._preparer = Preparer(engine)
+        self._inputs = StoredInputs(bus)
+        self._preparer = Preparer(engine, self._inputs)
         self._jobs = Detached(
             bus,
             version,
             engine,
+            self._inputs,
             self._preparer,
             self._biller,
             self._meter,
@@ -171,6 +174,7 @@ class WorkerServer:
         await self._replier.stop()
         await self._biller.stop()
         await self._flush()
+        await self._inputs.close()
         await asyncio.to_thread(self._engine.stop)
 
     async def watch(self) -> str:
@@ -251,6 +255,7 @@ class WorkerServer:
             self._do(bury(self._bus, subject, message.data, message.headers, message.reply, str(error), self._out))
             return
         self._busy_at = time.time()
+        self._inputs.hold(delivery.handle, delivery.request, delivery.tenant)
         self._observer.claimed(delivery)
         self._act(self._table.message(delivery, time.monotonic()))
 
@@ -319,7 +324,7 @@ class WorkerServer:
                     self._out(action.handle, NAK)
                     handed_back = handed_back or subjects.is_fair(action.handle)
                 case DeadLetter():
-                    self._do(dead_letter(self._bus, action.delivery, action.reason, self._out))
+                    self._do(dead_letter(self._inputs.claim_check, action.delivery, action.reason, self._out))
         if handed_back:
             self._out(subjects.wake(self._version.model, self._version.version), b"")
         self._acted.set()
@@ -349,7 +354,7 @@ class WorkerServer:
     def _prepare(self, start: Start) -> None:
         request = start.request
 
-        def ready(prompt_ids: list[int]) -> None:
+        def ready(prompt_ids: list[int], sampling: wire.Sampling) -> None:
             now = time.monotonic()
             self._observer.started(start, now)
             self._meter.submitted(start.run, request.rid, len(prompt_ids), now)
@@ -359,7 +364,7 @@ class WorkerServer:
                     key=start.run,
                     tenant=start.tenant,
                     prompt_ids=prompt_ids,
-                    sampling=request.sampling,
+                    sampling=sampling,
                     prefix=start.prefix,
                     limits=self._limits(start.tenant),
                     admit_by=self._admit_by(start),
@@ -370,7 +375,7 @@ class WorkerServer:
             self._metrics.failed(error.code)
             self._act(self._table.failed(start.run, error, time.monotonic()))
 
-        self._preparer.begin(start.run, request, ready, refused)
+        self._preparer.begin(start.run, request, start.tenant, ready, refused)
 
     def _admit_by(self, start: Start) -> float | None:
         """When the run should have begun: by its queue deadline, and in time for its first token."""
@@ -392,6 +397,8 @@ class WorkerServer:
         outgoing, self._outgoing = self._outgoing, []
         for subject, data in outgoing:
             await self._bus.publish(subject, data)
+            if data in (ACK, TERM, NAK):
+                self._inputs.let_go(subject, ended=data != NAK)
 
     async def _keep_alive(self) -> None:
         while True:

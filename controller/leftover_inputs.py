@@ -1,0 +1,74 @@
+"""Inputs in the object store that no message refers to any more: nobody but the leader removes them.
+
+Who ends a message removes its input (shared.claim_check). What is left behind is of those that ended by themselves: expired, purged,
+or ended while the store was away. Not every store does this by a rule of its own, and a rule would be the bucket's
+only one: so it is done here, by age.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+
+from shared.claim_check import DEAD_INPUTS, INPUTS, kept_s
+from shared.errors import HeadraceError, NotFound
+from shared.objects import ObjectInfo, ObjectStore
+from shared.settings import Settings
+from shared.streams import DEAD_LETTERS_KEPT_S
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 900.0
+REMOVED_MAX = 10_000  # in one sweep; the next one goes on
+MARGIN_S = 3600.0  # the store has a clock of its own, and a message may be read at its last moment
+
+
+class LeftoverInputs:
+    """Sweeps the store, one sweep at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._task: asyncio.Task[None] | None = None
+        self._next_at = 0.0
+
+    def step(self, now: float) -> None:
+        """Begin a sweep when one is due."""
+        if now >= self._next_at and (self._task is None or self._task.done()):
+            self._next_at = now + EVERY_S
+            self._task = asyncio.create_task(self._sweep(), name="leftover inputs")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _sweep(self) -> None:
+        try:
+            removed = await asyncio.to_thread(remove_leftovers, self._settings, time.time())
+        except HeadraceError as error:
+            log.info("inputs that nobody needs stay for now: %s", error.message)
+        else:
+            if removed:
+                log.info("%d inputs that no request refers to any more were removed", removed)
+
+
+def remove_leftovers(settings: Settings, now: float) -> int:
+    """Remove what is old enough, `now` in unix seconds; how many there were. Raises ObjectsUnavailable."""
+    objects = ObjectStore(settings)
+    limits = {INPUTS: kept_s(settings), DEAD_INPUTS: DEAD_LETTERS_KEPT_S}
+    removed = 0
+    for place, age_s in limits.items():
+        removed += _remove(objects, place, now - age_s - MARGIN_S, REMOVED_MAX - removed)
+    return removed
+
+
+def _remove(objects: ObjectStore, place: str, before: float, count_max: int) -> int:
+    try:
+        old: list[ObjectInfo] = [
+            *itertools.islice((each for each in objects.each(place) if each.modified < before), count_max)
+        ]
+    except NotFound:  # there is no bucket: nothing was ever stored
+        return 0
+    for each in old:
+        objects.remove(each.key)
+    return len(old)
