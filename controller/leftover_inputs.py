@@ -1,8 +1,8 @@
 """Inputs in the object store that no message refers to any more: nobody but the leader removes them.
 
-Who ends a message removes its input (shared.claim_check). What is left behind is of those that ended by themselves: expired, purged,
-or ended while the store was away. Not every store does this by a rule of its own, and a rule would be the bucket's
-only one: so it is done here, by age.
+Who ends a message removes its input (shared.claim_check). Left behind are those of messages that ended by themselves, or
+while the store was away. Not every store has rules for the life of objects, and to set one would replace those that the
+bucket has: so it is done here, by age.
 """
 
 import asyncio

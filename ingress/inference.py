@@ -22,7 +22,7 @@ from ingress.relay import Exchange
 from ingress.schemas import Body
 from ingress.several import submitted
 from shared import job_records, wire
-from shared.errors import JobNotFound, QueueFull, ResultGone, StreamGone, TooLarge, Unsupported
+from shared.errors import JobNotFound, ObjectsUnavailable, QueueFull, ResultGone, StreamGone, TooLarge, Unsupported
 from shared.stream import Stream
 
 
@@ -231,7 +231,7 @@ class Inference(Exchange):
             )
         try:
             stream = await dispatcher.submit(request, tenant, keyed=True, resumable=self._resumable)
-        except (QueueFull, TooLarge):
+        except (QueueFull, TooLarge, ObjectsUnavailable):
             await claim.withdraw()  # it was certainly not stored
             raise
         claim.note_published(stream.sequence)

@@ -1,0 +1,328 @@
+"""Requests that are larger than what the bus takes: the same promises, and nothing of them is left in the object store."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.stack import ports, servers
+from shared import subjects, wire
+from shared.claim_check import INPUTS
+from shared.dispatch import Dispatcher
+from shared.errors import ObjectsUnavailable, StreamGone, TooLarge
+from shared.jobs import Jobs, Ticket
+from shared.objects import ObjectStore
+
+from ..conftest import RunningServer
+from .conftest import SETTINGS, Site, Stream
+
+MAX_PAYLOAD_BYTES = 200_000  # of the server; 134,464 of a request
+WORDS = " ".join(f"{number}-{'long' * 5000}" for number in range(12))  # 240 KB, 12 tokens
+REQUEST_BYTES_MAX = 600_000
+TOKENS = 60
+INGRESS, TENANT = subjects.INGRESS_OWNER, subjects.LOCAL_TENANT
+
+
+class Place(Site):
+    """A site whose bus takes small messages only, with an object store of its own."""
+
+    def __init__(self, nats_url: str, objects: RunningServer, directory: Any, settings: dict[str, Any]) -> None:
+        super().__init__(nats_url, directory, "oversized", "sim:fixed-10ms", settings)
+        self.server = objects
+        self.objects = ObjectStore(self.settings)
+
+    def stored(self, place: str = INPUTS) -> list[str]:
+        return [each.key for each in self.objects.list(place)]
+
+    async def emptied(self) -> None:
+        """Wait until nothing is queued or held, and no input is left."""
+
+        async def empty() -> bool:
+            return not self.stored()
+
+        await self.idle()
+        await self.until(empty)
+
+    async def reading(self, requests: list[Any], **headers: str) -> tuple[list[Stream], "asyncio.Future[Any]"]:
+        """New streams, each with a few tokens, and what ends with them."""
+        streams = [Stream() for _ in requests]
+        reads = [
+            self.read(stream, "POST", self.first.url + path, json=body, headers=headers)
+            for stream, (path, body) in zip(streams, requests, strict=True)
+        ]
+        ended = asyncio.gather(*reads)
+
+        async def begun() -> bool:
+            return all(len(stream.tokens) > 5 for stream in streams)
+
+        await self.until(begun)
+        return streams, ended
+
+    async def plain(self, ingress: Any, prompt: str = WORDS, tokens: int = TOKENS, **headers: str) -> httpx.Response:
+        path, body = self.body("text", prompt, tokens)
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.http.post(ingress.url + path, json=body | {"stream": False}, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def place(start_server: Callable[..., RunningServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    directory = tmp_path_factory.mktemp("oversized")
+    described = servers.nats(directory / "nats", ports.free_ports(1)[0])
+    config = directory / "nats" / "nats.conf"
+    config.write_text(config.read_text().replace(str(servers.MAX_PAYLOAD_BYTES), str(MAX_PAYLOAD_BYTES)))
+    nats = start_server(described, servers.nats_ready, [])
+    keys, chosen = (secrets.token_hex(10), secrets.token_hex(20)), servers.ObjectPorts(*ports.free_ports(5))
+    described = servers.objects(directory / "objects", chosen, *keys)
+    objects = start_server(described, servers.s3_ready, servers.object_sockets(chosen))
+    place = Place(
+        nats.url,
+        objects,
+        directory,
+        SETTINGS
+        | {"s3_endpoint": objects.url, "s3_access_key": keys[0], "s3_secret_key": keys[1]}
+        | {"request_bytes_max": REQUEST_BYTES_MAX, "fetch_retry_s": 1.5, "redis_url": ""},
+    )
+    try:
+        place.run(place.start())
+        place.run(place.both_ingresses())
+        place.run(place.one_worker())
+        yield place
+    finally:
+        place.run(place.stop())
+        place.runner.close()
+        objects.kill()
+        nats.kill()
+
+
+def test_every_route_serves_them_and_a_worker_that_dies_is_not_noticed(place: Place) -> None:
+    async def work() -> None:
+        requests = [place.body(route, WORDS, TOKENS) for route in ("chat", "text", "native")]
+        whole = await asyncio.gather(*(place.begin(place.first, request) for request in requests))
+        assert [(each.done, len(each.tokens)) for each in whole] == [(True, TOKENS)] * 3
+        plain = (await place.plain(place.second)).json()
+        assert plain["choices"][0]["text"] == "".join(whole[1].tokens)
+        assert plain["usage"]["prompt_tokens"] == 12
+        other = await place.begin(place.first, place.body("text", WORDS.replace("7-long", "7-lang"), TOKENS))
+        assert other.tokens != whole[1].tokens  # it is the input that was read
+        await place.emptied()
+
+        streams, ended = await place.reading(requests)
+        assert len(place.stored()) == 3
+        place.one.kill()
+        place.one = await place.worker()
+        await ended
+        assert [each.tokens for each in streams] == [each.tokens for each in whole]
+        await place.emptied()
+        too_large = await place.plain(place.first, WORDS * 3)
+        assert too_large.status_code == 413
+        assert f"the limit is {REQUEST_BYTES_MAX} bytes" in too_large.json()["error"]["message"]
+
+    place.run(work())
+
+
+def test_a_resumable_one_goes_on_elsewhere_and_a_key_runs_it_once(place: Place) -> None:
+    async def work() -> None:
+        request = place.body("chat", WORDS, 100)
+        whole = await place.begin(place.second, request)
+        [stream], ended = await place.reading([request], x_resumable="true")
+        place.first.kill()
+        await ended
+        assert not stream.done
+        await place.resume(place.second, stream, len(stream.events) + 10)
+        place.one.kill()  # the next worker reads the input again, for who came later
+        place.one = await place.worker()
+        await place.resume(place.second, stream)
+        assert (stream.done, stream.tokens) == (True, whole.tokens)
+        await place.both_ingresses()
+        await place.emptied()
+
+        ingresses = (place.first, place.second)
+        keyed = await asyncio.gather(*(place.plain(each, tokens=20, idempotency_key="k") for each in ingresses * 3))
+        assert {each.status_code for each in keyed} == {200}
+        assert len({each.content for each in keyed}) == 1
+        again = await place.plain(place.first, tokens=20, idempotency_key="k")
+        assert (again.content, again.headers["idempotent-replayed"]) == (keyed[0].content, "true")
+        reused = await place.plain(place.second, WORDS + " more", tokens=20, idempotency_key="k")
+        assert (reused.status_code, reused.json()["error"]["code"]) == (422, "idempotency_key_reused")
+        await place.emptied()
+
+    place.run(work())
+
+
+def test_what_ends_in_the_queue_leaves_nothing(place: Place) -> None:
+    async def work() -> None:
+        place.one.kill()
+        hasty = await place.ingress(queue_deadline_s=0.5)
+        late = await place.plain(hasty)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "queue_deadline")
+        left = asyncio.create_task(place.plain(place.first))
+        cancelled, jobs = Stream(), Jobs(place.bus)
+        url, (path, body) = place.first.url, place.body("chat", WORDS, 5)
+        headers = {"x-resumable": "true"}
+        reading = asyncio.create_task(place.read(cancelled, "POST", url + path, json=body, headers=headers))
+        ticket = await jobs.submit(asked(), "a")
+
+        async def all_there() -> bool:
+            return len(place.stored()) == 3 and cancelled.id != ""
+
+        await place.until(all_there)
+        left.cancel()
+        answer = await place.http.post(f"{place.second.url}/v1/streams/{cancelled.id.split('.')[0]}/cancel")
+        assert answer.json()["status"] == "cancelled"
+        await reading
+        assert await jobs.cancel(ticket)
+        await place.emptied()
+        place.one = await place.worker()
+
+    place.run(work())
+
+
+def asked(prompt: str = WORDS, tokens: int = TOKENS, rid: str = "") -> wire.Request:
+    sampling = wire.Sampling(max_tokens=tokens, temperature=0.0)
+    return wire.Request(rid or wire.new_id(), "oversized", "v", wire.Input(prompt=prompt), sampling)
+
+
+async def text_of(jobs: Jobs, ticket: Ticket) -> str:
+    result = await jobs.wait(ticket, 20)
+    assert result.error is None
+    return "".join(result.parts[0].text)
+
+
+def test_a_job_is_done_whatever_dies_and_waits_for_a_store_that_is_away(place: Place) -> None:
+    async def work() -> None:
+        jobs = Jobs(place.bus)
+        whole = await text_of(jobs, await jobs.submit(asked(), "a"))
+        assert whole.split()
+        assert len(whole.split()) == TOKENS
+        ticket = await jobs.submit(asked(), "a")
+
+        async def begun() -> bool:
+            checkpoint = await jobs.checkpoint(ticket)
+            return checkpoint is not None or await jobs.result(ticket) is not None
+
+        await place.until(begun)
+        place.one.kill()
+        place.one = await place.worker()
+        assert await text_of(jobs, ticket) == whole
+        ticket = await jobs.submit(asked(), "a")
+        place.server.kill()
+        parked = await jobs.submit(asked("small"), "a")
+        assert await text_of(jobs, parked)
+        await asyncio.to_thread(place.server.start)
+        assert await text_of(jobs, ticket) == whole
+        await place.emptied()
+
+    place.run(work())
+
+
+def test_without_the_store_a_large_request_is_refused_with_a_code_and_a_small_one_is_served(place: Place) -> None:
+    async def work() -> None:
+        place.one.kill()
+        queued = asyncio.create_task(place.plain(place.first))
+
+        async def there() -> bool:
+            return len(place.stored()) == 1
+
+        await place.until(there)
+        place.server.kill()
+        refused = await place.plain(place.second)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, ObjectsUnavailable.code)
+        assert int(refused.headers["retry-after"]) >= 1
+        keyed = await place.plain(place.second, idempotency_key="k-away")
+        assert keyed.status_code == 503
+        place.one = await place.worker()
+        assert (await place.plain(place.second, "small", 3)).status_code == 200  # the other one holds nobody up
+        answer = await queued  # after `fetch_retry_s`
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, ObjectsUnavailable.code)
+        await place.idle()
+        await asyncio.to_thread(place.server.start)
+        assert len(place.stored()) == 1  # it could not be removed: the sweep's
+        place.objects.remove(place.stored()[0])
+        keyed = await place.plain(place.second, tokens=5, idempotency_key="k-away")  # it was not used
+        assert (keyed.status_code, keyed.json()["usage"]["completion_tokens"]) == (200, 5)
+        await place.emptied()
+
+    place.run(work())
+
+
+def test_a_reference_to_what_is_not_the_senders_own_gets_it_nothing(place: Place) -> None:
+    async def work() -> None:
+        place.one.kill()
+        owner = Dispatcher(place.bus, place.settings)
+        await owner.start()
+        stream = await owner.submit(asked(), "victim")
+        [stored] = place.stored()
+        message = await place.bus.next_message(subjects.REQ_STREAM, place.queue, 1)
+        assert message is not None
+        request = wire.decode_request(message.data, {})
+        assert request.stored is not None
+        thief = Dispatcher(place.bus, place.settings, "thief")  # with the same rid, and all that the message says
+        await thief.start()
+        with pytest.raises(TooLarge, match=f"the bus's limit of {MAX_PAYLOAD_BYTES - 65_536} bytes"):
+            await thief.submit(asked(), "thief")
+        other, same = wire.new_id(), request.rid
+        forged = [
+            await thief.submit(wire.Request(rid, *named(), wire.Input(), request.sampling, stored=reference), "thief")
+            for rid, reference in (
+                (same, request.stored),
+                (other, request.stored),
+                (wire.new_id(), wire.StoredInput("0" * 32, 3, "0" * 64)),
+                (wire.new_id(), wire.StoredInput("0" * 32, 1 << 40, "0" * 64)),
+            )
+        ]
+        place.one = await place.worker()
+        for each in forged[1:3]:
+            with pytest.raises(StreamGone, match="no longer in the object store"):
+                await each.next(20)
+        with pytest.raises(TooLarge, match=str(4 * REQUEST_BYTES_MAX)):
+            await forged[3].next(20)
+        assert len(await read(stream)) == TOKENS  # its owner is served
+        forged[0].cancel()  # two tenants with one rid: whoever came second is in the DLQ
+        await place.until(lambda: empties(place, stored))
+        for dispatcher in (owner, thief):
+            await dispatcher.close()
+        body = wire.encode(request).replace(request.stored.id.encode(), b"../../victim/".ljust(32, b"x"))
+        for number, data in enumerate((body, wire.encode(request).replace(b"input\x80", b"input\x81\xa6prompt\xa1x"))):
+            await place.bus.publish_durable(
+                subjects.request(*named(), subjects.LANE_FAST, "thief"),
+                data,
+                message_headers(f"hostile{number}", "tok.ingress.nobody"),
+            )
+        await place.until(lambda: buried(place, 2))
+        await place.emptied()
+
+    place.run(work())
+
+
+def named() -> tuple[str, str]:
+    return "oversized", "v"
+
+
+async def empties(place: Place, stored: str) -> bool:
+    return stored not in place.stored()
+
+
+async def buried(place: Place, count: int) -> bool:
+    counts = await place.bus.subject_counts(subjects.DLQ_STREAM, subjects.dead_letter(*named(), "thief"))
+    return sum(counts.values()) >= count
+
+
+def message_headers(message_id: str, reply: str) -> dict[str, str]:
+    return {
+        wire.HEADER_MSG_ID: message_id,
+        wire.HEADER_WIRE: wire.WIRE_VERSION,
+        wire.HEADER_REPLY: reply,
+        wire.HEADER_TTL: "60",
+    }
+
+
+async def read(stream: Any) -> list[int]:
+    ids: list[int] = []
+    try:
+        while True:
+            ids += [token for delta in await stream.next(20) for token in delta.ids]
+    except StopAsyncIteration:
+        return ids
