@@ -12,6 +12,7 @@ from shared import subjects
 
 OWN_ACCOUNT = "headrace"
 ANSWER_WITHIN = "2s"  # what has no answer by then is forgotten: attaches have none, and a flood of them takes memory
+REPLIES_WITHIN = "2m"  # of a service: a stream breaks its silence sooner, and a plain answer has so long
 CONNECTIONS_MAX = 1000  # of a tenant
 SUBSCRIPTIONS_MAX = 10_000
 
@@ -26,6 +27,7 @@ def fragment(own_key: str, tenants: dict[str, str], mapping: str = "") -> str:
         f"    users: [ {{ nkey: {own_key} }} ]",
         "    exports: [",
         *(f'      {{ service: "{each}", threshold: {ANSWER_WITHIN} }}' for each in subjects.sent_by(None)),
+        f'      {{ service: "{subjects.services_as(None)}", response_type: stream, threshold: "{REPLIES_WITHIN}" }}',
         f'      {{ stream: "{subjects.frames_of(None)}" }}',
         "    ]",
         *([f"    include {quoted(mapping)}"] if mapping else []),
@@ -37,7 +39,8 @@ def fragment(own_key: str, tenants: dict[str, str], mapping: str = "") -> str:
 
 
 def _account(tenant: str, key: str) -> list[str]:
-    publish, frames = subjects.sent_by(tenant), subjects.frames_of(tenant)
+    sent, frames = subjects.sent_by(tenant), subjects.frames_of(tenant)
+    publish, services = [*sent, subjects.SERVICES], subjects.services_as(tenant)
     return [
         f'  "tenant/{subjects.encode_token(tenant)}" {{',
         f"    limits {{ max_connections: {CONNECTIONS_MAX}, max_subscriptions: {SUBSCRIPTIONS_MAX} }}",
@@ -49,7 +52,8 @@ def _account(tenant: str, key: str) -> list[str]:
         "      }",
         "    } ]",
         "    imports: [",
-        *(f'      {{ service: {{ account: {OWN_ACCOUNT}, subject: "{each}" }} }}' for each in publish),
+        *(f'      {{ service: {{ account: {OWN_ACCOUNT}, subject: "{each}" }} }}' for each in sent),
+        f'      {{ service: {{ account: {OWN_ACCOUNT}, subject: "{services}" }}, to: "{subjects.SERVICES}" }}',
         f'      {{ stream: {{ account: {OWN_ACCOUNT}, subject: "{frames}" }} }}',
         "    ]",
         "  }",

@@ -70,7 +70,7 @@ class App(FastAPI):
             return
         headers, context = dict(scope["headers"]), self._context
         check_declared(headers.get(b"content-length"), context.settings.request_bytes_max)
-        scope[SCOPE_KEY] = context.identities.caller(headers, time.time())
+        scope[SCOPE_KEY] = context.identities.caller_in(scope, time.time())
 
 
 def _closing(send: Send) -> Send:

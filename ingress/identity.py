@@ -4,7 +4,7 @@ What is known of a key is what the bucket `tenants` says of its hash. Identity c
 beside it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -110,12 +110,22 @@ class Identities:
             raise InvalidApiKey(f"the API key {found.key.id} is {state}")
         return found
 
+    def caller_in(self, scope: MutableMapping[str, Any], now: float) -> Caller:
+        """Whose a request is: whom it came with, which no header can say, or whose key it has. Raises InvalidApiKey."""
+        known: Caller | None = scope.get(SCOPE_KEY)
+        return known or self.caller(dict(scope["headers"]), now)
+
     def _forget(self, name: str) -> None:
         known = self._tenants.pop(name, None)
         for each in known.keys if known is not None else ():
             caller = self._callers.get(each.sha256)
             if caller is not None and caller.tenant == name:
                 del self._callers[each.sha256]
+
+
+def tenant_itself(tenant: str) -> Caller:
+    """Who calls over NATS: its account says which tenant it is, and there is no key that could be held to less."""
+    return Caller(tenant, ApiKey(id="nats", sha256="", role="infer"), "nats")
 
 
 def key_of(headers: Headers) -> str | None:

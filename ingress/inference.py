@@ -41,7 +41,7 @@ class Inference(Exchange):
         self._identify(headers.get(b"x-request-id"))
         context.check_accepting()
         check_declared(headers.get(b"content-length"), settings.request_bytes_max)
-        self._caller = caller = context.identities.caller(headers, time.time())
+        self._caller = caller = context.identities.caller_in(scope, time.time())
         self._client_until = self._started + settings.request_read_s
         raw = await read_body(headers.get(b"content-length"), receive, settings.request_bytes_max)
         self._client_until = float("inf")

@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from ingress.app import build_app
 from ingress.connection import Connection
@@ -25,6 +26,7 @@ from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.listening import bind, keep_spreading, steer_away
 from ingress.registrar import Registrar
+from ingress.service import Services
 from shared import lifeline, tls
 from shared.bus import Bus
 from shared.dispatch import Dispatcher
@@ -98,7 +100,7 @@ def allow_connections(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, http_connections_max=max(1, wanted - FILES_BESIDE))
 
 
-def make_server(context: Context) -> Server:
+def make_server(context: Context, application: FastAPI) -> Server:
     """An HTTP server of `context` that is not started yet. Raises SettingsError for a certificate that cannot be used."""
     settings = context.settings
     if settings.http_tls_cert or settings.http_tls_key:
@@ -108,7 +110,7 @@ def make_server(context: Context) -> Server:
         )
     return Server(
         uvicorn.Config(
-            build_app(context),
+            application,
             http=partial(Connection, settings),  # type: ignore[arg-type]  # it is called, and nothing else
             ws="none",
             lifespan="off",
@@ -124,9 +126,14 @@ def make_server(context: Context) -> Server:
     )
 
 
-async def serve_until(stop: asyncio.Event, context: Context, bound: socket.socket) -> None:
-    """Serve; once `stop` is set, drain within `drain_budget_s`, of which the last part is for what has to be told."""
-    server, settings = make_server(context), context.settings
+async def serve_until(
+    stop: asyncio.Event,
+    context: Context,
+    bound: socket.socket,
+    application: FastAPI | None = None,
+) -> None:
+    """Serve `application` (None: one of the context alone); once `stop` is set, drain within `drain_budget_s`, of which the last part is for what has to be told."""
+    server, settings = make_server(context, application or build_app(context)), context.settings
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[bound]))
@@ -187,9 +194,15 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await context.peers.start(bus)
         context.limits.start()
         stop = _stop_on_signals()
+        application = build_app(context)
+        services = Services(bus, application, context)
+        await services.start()
+        resting = asyncio.create_task(services.rest_after(stop))
         gc.collect()
         gc.freeze()  # what is loaded by now stays: full collections need not walk it
-        await serve_until(stop, context, bound)
+        await serve_until(stop, context, bound, application)
+        await resting
+        await services.close()
         await lease.stop()
         await watches.close()
         await identities.close()

@@ -349,9 +349,11 @@ class Bus(KeyValue):
             return False
         return True
 
-    async def request(self, subject: str, data: bytes = b"", timeout: float = 2.0) -> Message:
+    async def request(
+        self, subject: str, data: bytes = b"", timeout: float = 2.0, headers: Headers | None = None
+    ) -> Message:
         """One request, one answer. Raises Unavailable when nobody answers in time."""
-        return await self._ask(subject, data, None, timeout)
+        return await self._ask(subject, data, headers, timeout)
 
     async def publish_durable(self, subject: str, data: bytes, headers: Headers) -> int:
         """Store a message in the stream that captures `subject`; its sequence. As `publish_once`."""

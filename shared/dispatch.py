@@ -387,7 +387,8 @@ class Dispatcher:
     def _on_find(self, message: Message) -> None:
         for stream in self._meant(message)[:1]:
             request = msgspec.structs.replace(stream.request, input=wire.Input())
-            self._do(self._publish(message.reply, wire.encode(wire.Found(stream.sequence, request))))
+            found = wire.Found(stream.sequence, request)
+            self._do(self._publish(message.reply, wire.answer_to(message.data, found)))
 
     def _on_cancel(self, message: Message) -> None:
         streams = self._meant(message)

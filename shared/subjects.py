@@ -225,6 +225,11 @@ def frame_address(owner: str, client: str) -> str:
     return f"tok.{encode_token(owner)}.{client}"
 
 
+def reads_json(address: str) -> bool:
+    """Whether the requester of a frame address wants JSON: its client token begins with `json-`."""
+    return address.rpartition(".")[2].startswith("json-")
+
+
 def may_have_frames(address: str, tenant: str) -> bool:
     """Whether what becomes of a tenant's requests may be sent to a frame address: an ingress's, or one of its own."""
     return speaks_for(address.split(".")[1], tenant)
@@ -272,6 +277,40 @@ def cancel(owner: str | None) -> str:
 
 FIND_JOB = "ctl.jobs.find"  # who has a job? The worker that does answers
 CANCEL_JOB = "ctl.jobs.cancel"  # end a job; the worker that has it answers when that is stored
+
+
+SERVICES = "headrace.>"  # what any ingress does for who asks over NATS, as who asks sends it
+SERVICE_CANCEL = "headrace.cancel"
+SERVICE_RESUME = "headrace.resume"
+SERVICE_ROUTE = "headrace.route"
+SERVICE_NAME = "headrace"  # by which it is discovered
+_SERVICES_AS = "as.{}.headrace.>"  # the same, as it arrives from an account that is a tenant's
+
+
+def service_infer(model: str) -> str:
+    """Where a model is asked as a service: `headrace.infer.<model>`."""
+    return f"headrace.infer.{encode_token(model)}"
+
+
+def services_as(tenant: str | None) -> str:
+    """Where what a tenant sends to `SERVICES` arrives: its account writes its name there. None: from any tenant."""
+    return _SERVICES_AS.format(_said_by(tenant))
+
+
+def asked_service(subject: str) -> tuple[str, list[str]]:
+    """The tenant who asks and the names of what for, `["infer", "chat"]`. Raises ValueError.
+
+    Who is in no account of a tenant is the local one.
+    """
+    if subject.startswith("headrace."):
+        return LOCAL_TENANT, [decode_token(token) for token in subject.split(".")[1:]]
+    _, tenant, _, *names = subject.split(".")
+    return decode_token(tenant), [decode_token(token) for token in names]
+
+
+def discovery(verb: str) -> list[str]:
+    """Where services of ours are discovered: `verb` is PING or INFO. A third token would be of one process."""
+    return [f"$SRV.{verb}", f"$SRV.{verb}.{SERVICE_NAME}"]
 
 
 def wake(model: str, version: str) -> str:

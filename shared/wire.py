@@ -1,4 +1,4 @@
-"""The messages on the bus, wire version 1. Grammar and rules: docs/protocol.md. Encoded as msgpack.
+"""The messages on the bus, wire version 1. Grammar and rules: docs/protocol.md. Encoded as msgpack, or as JSON for who reads that.
 
 A requester (an ingress, the Python client) publishes a `Request` to the stream REQ. A worker answers on the requester's
 frame address with `FromWorker` (accepted, frame, ok, wait, no); the requester speaks to workers with `ToWorker` (attach,
@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shared.subjects import encode_token
+from shared.subjects import encode_token, reads_json
 
 Item = TypeVar("Item")
 
@@ -317,11 +317,23 @@ def _decoder(decode: Callable[[bytes], Item]) -> Callable[[bytes], Item]:
     return checked
 
 
+def _either(kind: type[Item]) -> Callable[[bytes], Item]:
+    """A decoder of an array in either encoding: in JSON it begins with a bracket, in msgpack nothing that is an array does."""
+    from_msgpack, from_json = msgspec.msgpack.Decoder(kind).decode, msgspec.json.Decoder(kind).decode
+    return _decoder(lambda data: from_json(data) if is_json(data) else from_msgpack(data))
+
+
+def is_json(data: bytes) -> bool:
+    """Whether an array is encoded as JSON."""
+    return data[:1] == b"["
+
+
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
-decode_from_worker = _decoder(msgspec.msgpack.Decoder(FromWorker).decode)
-decode_to_worker = _decoder(msgspec.msgpack.Decoder(ToWorker).decode)
-decode_about = _decoder(msgspec.msgpack.Decoder(About).decode)
+encode_json = msgspec.json.Encoder().encode
+decode_from_worker = _either(FromWorker)
+decode_to_worker = _either(ToWorker)
+decode_about = _either(About)
 decode_assign = _decoder(msgspec.msgpack.Decoder(Assign).decode)
 decode_found = _decoder(msgspec.msgpack.Decoder(Found).decode)
 _decode_request_msgpack = _decoder(msgspec.msgpack.Decoder(Request).decode)
@@ -348,15 +360,30 @@ def encode_request(request: Request) -> bytes:
         raise Malformed(str(error)) from None
 
 
-def encode_batches(batch: Callable[[list[Item]], Any], items: list[Item], bytes_max: int) -> Iterator[bytes]:
+def encoder_for(address: str) -> Callable[[Any], bytes]:
+    """How what is sent to a frame address is encoded: the address says it, so that whoever sends knows it."""
+    return encode_json if reads_json(address) else encode
+
+
+def answer_to(question: bytes, answer: Any) -> bytes:
+    """`answer` in the encoding that it was asked in."""
+    return encode_json(answer) if is_json(question) else encode(answer)
+
+
+def encode_batches(
+    batch: Callable[[list[Item]], Any],
+    items: list[Item],
+    bytes_max: int,
+    encode: Callable[[Any], bytes] = encode,
+) -> Iterator[bytes]:
     """`batch(items)` encoded, in as many parts as keep each within `bytes_max`; a single item may be over it."""
     data = encode(batch(items))
     if len(data) <= bytes_max or len(items) == 1:
         yield data
         return
     half = len(items) // 2
-    yield from encode_batches(batch, items[:half], bytes_max)
-    yield from encode_batches(batch, items[half:], bytes_max)
+    yield from encode_batches(batch, items[:half], bytes_max, encode)
+    yield from encode_batches(batch, items[half:], bytes_max, encode)
 
 
 def digest(ids: Sequence[int]) -> str:

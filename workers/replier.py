@@ -51,7 +51,7 @@ class Replier:
         outgoing, self._outgoing = self._outgoing, {}
         for address, items in outgoing.items():
             reply = self._numbers.get(address) or self._remember(address)
-            for data in wire.encode_batches(self._batch, items, self._bus.payload_bytes_max):
+            for data in wire.encode_batches(self._batch, items, self._bus.payload_bytes_max, wire.encoder_for(address)):
                 try:
                     await self._bus.publish(address, data, reply=reply)
                 except TooLarge as error:

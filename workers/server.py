@@ -276,7 +276,7 @@ class WorkerServer:
     def _on_find(self, message: Message) -> None:
         found = self._table.find(control.about_of(message.subject, message.data))
         if found is not None and not self._silent:
-            self._out(message.reply, wire.encode(found))
+            self._out(message.reply, wire.answer_to(message.data, found))
 
     def _on_cancel(self, message: Message) -> None:
         status, actions = self._table.cancel(control.about_of(message.subject, message.data), time.monotonic())

@@ -1,0 +1,64 @@
+"""The services of an ingress over NATS, as both sides see them: the headers of a reply, and a call with one answer.
+
+A reply is one JSON event. They are numbered, and one of them is the last; docs/protocol.md, "The service". Core NATS carries
+them: at most once, so that who counts them sees a gap.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shared.errors import HeadraceError, Unavailable, by_code
+
+if TYPE_CHECKING:
+    from shared.bus import Bus
+
+HEADER_NUMBER = "Hr-Event"  # 0, 1, 2, ...
+HEADER_END = "Hr-End"  # of the last reply: complete | error
+HEADER_STATUS = "Hr-Status"  # of the first reply: what it would be over HTTP
+HEADER_EVENT_ID = "Hr-Event-Id"  # of a resumable stream: from where to go on
+HEADER_LAST_EVENT_ID = "Last-Event-ID"  # of a request to go on
+HEADER_KEEPALIVE = "Hr-Keepalive"  # "1": there is nothing to tell yet
+ERROR_CODE, ERROR = "Nats-Service-Error-Code", "Nats-Service-Error"  # as NATS's own services tell it
+COMPLETE, FAILED = "complete", "error"
+
+CALL_TIMEOUT_S = 10.0
+
+
+class Routed(msgspec.Struct, kw_only=True):
+    """Answer of `headrace.route`: who asks, and where its request for a model goes."""
+
+    tenant: str
+    model: str
+    version: str
+    movable: bool  # the route's weights chose it: another version may take its place until the first token
+    max_model_len: int = 0  # tokens; 0: not known
+
+
+class Asked(msgspec.Struct, kw_only=True):
+    """Question to `headrace.route`."""
+
+    model: str  # or model@version, model@alias
+    pin: str | None = None
+    session: str = ""  # the same keeps its version while a route splits traffic
+
+
+def error_in(body: Any) -> HeadraceError | None:
+    """The error that an answer tells; None: it tells none."""
+    told = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(told, dict):
+        return None
+    return by_code(str(told.get("code")), str(told.get("message")), told.get("param"))
+
+
+async def call(bus: "Bus", subject: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
+    """What a service answers to one question, decoded. Raises the error that it tells, or Unavailable."""
+    answer = await bus.request(subject, msgspec.json.encode(body), CALL_TIMEOUT_S, headers)
+    try:
+        told = msgspec.json.decode(answer.data or b"null")
+    except msgspec.DecodeError as error:
+        raise Unavailable(f"the answer of {subject} is no JSON: {error}") from None
+    if (failed := error_in(told)) is not None:
+        raise failed
+    return told
