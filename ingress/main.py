@@ -132,7 +132,10 @@ async def serve_until(
     bound: socket.socket,
     application: FastAPI | None = None,
 ) -> None:
-    """Serve `application` (None: one of the context alone); once `stop` is set, drain within `drain_budget_s`, of which the last part is for what has to be told."""
+    """Serve `application` (None: that of the context alone).
+
+    Once `stop` is set, drain within `drain_budget_s`, of which the last part is for what has to be told.
+    """
     server, settings = make_server(context, application or build_app(context)), context.settings
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:

@@ -7,7 +7,6 @@ is said by the subject, which the caller's account writes (headrace/nats_account
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -109,6 +108,8 @@ class Services:
             case ["resume"]:
                 rid = decode(_decode_meant, message.data).id
                 await self._ask(call, tenant, "GET", f"/v1/streams/{rid}", b"", message)
+            case ["whoami"]:
+                await call.answer({"tenant": tenant})
             case ["route"]:
                 await call.answer(self._route(tenant, decode(_decode_asked, message.data)))
             case _:
@@ -126,9 +127,7 @@ class Services:
             max_model_len=version.max_model_len,
         )
 
-    async def _ask(
-        self, call: ServiceCall, tenant: str, method: str, path: str, body: bytes, message: Message
-    ) -> None:
+    async def _ask(self, call: ServiceCall, tenant: str, method: str, path: str, body: bytes, message: Message) -> None:
         call.asks(body)
         headers: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         for name, value in message.headers.items():

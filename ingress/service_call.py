@@ -28,7 +28,14 @@ EVENT_ENDS = b"\n\n"
 MSGPACK = "application/msgpack"
 # of the caller's headers, what the application may see: nothing of them says who it is
 TAKEN = frozenset({"x-version-pin", "x-session-id", "x-request-id", "x-resumable", "idempotency-key", "last-event-id"})
-GIVEN = ("x-request-id", "x-headrace-", "x-ratelimit-", "x-should-retry", "retry-after", "idempotent-")  # of the answer, what the first reply has
+GIVEN = (
+    "x-request-id",
+    "x-headrace-",
+    "x-ratelimit-",
+    "x-should-retry",
+    "retry-after",
+    "idempotent-",
+)  # of the answer, what the first reply has
 
 
 class Publish(Protocol):

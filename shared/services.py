@@ -4,6 +4,7 @@ A reply is one JSON event. They are numbered, and one of them is the last; docs/
 them: at most once, so that who counts them sees a gap.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import msgspec
 from shared.errors import HeadraceError, Unavailable, by_code
 
 if TYPE_CHECKING:
-    from shared.bus import Bus
+    from shared.bus import Bus, Message
 
 HEADER_NUMBER = "Hr-Event"  # 0, 1, 2, ...
 HEADER_END = "Hr-End"  # of the last reply: complete | error
@@ -24,6 +25,7 @@ ERROR_CODE, ERROR = "Nats-Service-Error-Code", "Nats-Service-Error"  # as NATS's
 COMPLETE, FAILED = "complete", "error"
 
 CALL_TIMEOUT_S = 10.0
+ASK_AGAIN_S = 0.2  # where no ingress is there: one may be about to start
 
 
 class Routed(msgspec.Struct, kw_only=True):
@@ -53,8 +55,9 @@ def error_in(body: Any) -> HeadraceError | None:
 
 
 async def call(bus: "Bus", subject: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
-    """What a service answers to one question, decoded. Raises the error that it tells, or Unavailable."""
-    answer = await bus.request(subject, msgspec.json.encode(body), CALL_TIMEOUT_S, headers)
+    """What a service answers to one question, decoded; waits for an ingress to be there. Raises the error that it tells, or
+    Unavailable."""
+    answer = await _answer(bus, subject, msgspec.json.encode(body), headers)
     try:
         told = msgspec.json.decode(answer.data or b"null")
     except msgspec.DecodeError as error:
@@ -62,3 +65,15 @@ async def call(bus: "Bus", subject: str, body: Any, headers: Mapping[str, str] |
     if (failed := error_in(told)) is not None:
         raise failed
     return told
+
+
+async def _answer(bus: "Bus", subject: str, data: bytes, headers: Mapping[str, str] | None) -> "Message":
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + CALL_TIMEOUT_S
+    while True:
+        try:
+            return await bus.request(subject, data, max(deadline - loop.time(), ASK_AGAIN_S), headers)
+        except Unavailable:
+            if loop.time() + ASK_AGAIN_S >= deadline:
+                raise
+            await asyncio.sleep(ASK_AGAIN_S)

@@ -95,6 +95,11 @@ class Stream:
         return self._error
 
     @property
+    def left(self) -> bool:
+        """Whether its reader is gone."""
+        return self._left
+
+    @property
     def sequence(self) -> int:
         """Of its message in REQ, as far as is known; 0: not at all."""
         return self.requester.seq or 0

@@ -283,6 +283,7 @@ SERVICES = "headrace.>"  # what any ingress does for who asks over NATS, as who 
 SERVICE_CANCEL = "headrace.cancel"
 SERVICE_RESUME = "headrace.resume"
 SERVICE_ROUTE = "headrace.route"
+SERVICE_WHOAMI = "headrace.whoami"
 SERVICE_NAME = "headrace"  # by which it is discovered
 _SERVICES_AS = "as.{}.headrace.>"  # the same, as it arrives from an account that is a tenant's
 

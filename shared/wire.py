@@ -1,4 +1,4 @@
-"""The messages on the bus, wire version 1. Grammar and rules: docs/protocol.md. Encoded as msgpack, or as JSON for who reads that.
+"""The messages on the bus, wire version 1. Grammar and rules: docs/protocol.md. In msgpack, or in JSON for who reads that.
 
 A requester (an ingress, the Python client) publishes a `Request` to the stream REQ. A worker answers on the requester's
 frame address with `FromWorker` (accepted, frame, ok, wait, no); the requester speaks to workers with `ToWorker` (attach,

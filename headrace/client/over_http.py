@@ -1,0 +1,231 @@
+"""The client over HTTP: the native route with ids, gone on with at any ingress when a connection or an ingress is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from headrace.client.told import Ended, Token, scored, usage_of
+from shared.errors import Draining, HeadraceError, Unavailable, by_code
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_MAX_S = 60.0  # an ingress breaks a silence every 10 s: who says nothing for so long is gone
+AGAIN_EVERY_S, AGAIN_EVERY_MAX_S = 0.1, 1.0
+AGAIN_WITHIN_S = 30.0  # without a new event; what is not read is kept for 15 s
+
+
+class Event(msgspec.Struct):
+    id: str | None
+    data: dict[str, Any]
+
+
+class HttpSource:
+    """A resumable stream of the native route."""
+
+    def __init__(self, http: "OverHttp", model: str, request: dict[str, Any] | None, position: str = "") -> None:
+        """`request` asks for it, as arguments of httpx; None: it is gone on with, from `position`."""
+        self.id = position.partition(".")[0]
+        self.position = position
+        self.ended: Ended | None = None
+        self._http, self._model, self._request = http, model, request
+        self._response: httpx.Response | None = None
+
+    async def open(self) -> None:
+        """Ask for it. Raises HeadraceError."""
+        try:
+            await self._connect()
+        except (httpx.TransportError, Draining) as error:
+            await self._reconnect(error)
+
+    async def tokens(self) -> AsyncIterator[Token]:
+        while self.ended is None:
+            try:
+                async for event in self._events():
+                    self.position = event.id or self.position
+                    if "finish_reason" in event.data:
+                        self.ended = self._end(event.data)
+                        break
+                    yield scored(event.data["token"], event.data["index"], event.data.get("score"))
+            except (httpx.TransportError, Draining) as error:
+                await self._reconnect(error)
+
+    async def cancel(self) -> None:
+        await self.detach()
+        if self.position:
+            try:
+                await self._http.cancel(self.position)
+            except HeadraceError:  # it is over, or ends by itself: nobody reads it
+                return
+
+    async def detach(self) -> None:
+        if self._response is not None:
+            await self._response.aclose()
+
+    async def _events(self) -> AsyncIterator[Event]:
+        """What comes on the present connection. Raises TransportError when that ends before the stream does."""
+        assert self._response is not None, "it is open"
+        async for event in events_of(self._response):
+            raise_error_in(event.data)
+            yield event
+        if self.ended is None:
+            raise httpx.RemoteProtocolError("the stream broke off")
+
+    async def _reconnect(self, reason: Exception) -> None:
+        """Go on where it was, at any ingress. Raises HeadraceError when none takes it."""
+        loop = asyncio.get_running_loop()
+        pause, deadline = AGAIN_EVERY_S, loop.time() + AGAIN_WITHIN_S
+        while loop.time() < deadline:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, AGAIN_EVERY_MAX_S)
+            self._http.next_url()
+            try:
+                await self._connect()
+                return
+            except httpx.TransportError as error:
+                reason = error
+            except Unavailable as error:
+                if not error.retryable:
+                    raise
+                reason = error
+        raise Unavailable(f"{self._http.url} cannot be reached or broke off: {reason!r}")
+
+    async def _connect(self) -> None:
+        if self._response is not None:
+            await self._response.aclose()
+        if self.position:
+            # an id alone is not yet a position: all of it is told
+            headers = {"last-event-id": self.position} if "." in self.position else {}
+            response = await self._http.send("GET", f"/v1/streams/{self.id}", headers=headers)
+        else:
+            response = await self._http.send("POST", f"/v1/models/{quote(self._model)}/infer", **(self._request or {}))
+        self._response = response
+        self.position = response.headers.get("x-headrace-last-event-id", self.position)
+        self.id = self.position.partition(".")[0]
+
+    def _end(self, last: dict[str, Any]) -> Ended:
+        return Ended(
+            version=last["version"],
+            finish_reason=last["finish_reason"],
+            usage=usage_of(last["usage"]),
+            claims=last["claims"],
+            seed=last["seed"],
+        )
+
+
+class OverHttp:
+    """Ingresses at one URL, or at several of which one after the other is tried."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._urls = [each.strip().rstrip("/") for each in url.split(",")]
+        self._key = key
+        self._client: httpx.AsyncClient | None = None
+
+    @property
+    def url(self) -> str:
+        return self._urls[0]
+
+    def next_url(self) -> None:
+        self._urls.append(self._urls.pop(0))
+
+    async def open(self) -> None:
+        timeout = httpx.Timeout(SILENCE_MAX_S, connect=CONNECT_TIMEOUT_S)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers)
+
+    async def close(self) -> None:
+        await self._connected.aclose()
+
+    @property
+    def _connected(self) -> httpx.AsyncClient:
+        if self._client is None:
+            raise RuntimeError("the client is not open: use it as an async context")
+        return self._client
+
+    async def begin(self, model: str, body: dict[str, Any], version: str | None, session: str | None) -> HttpSource:
+        headers = {"x-resumable": "true"}
+        if version is not None:
+            headers["x-version-pin"] = version
+        if session is not None:
+            headers["x-session-id"] = session
+        source = HttpSource(self, model, {"json": body | {"stream": True}, "headers": headers})
+        await source.open()
+        return source
+
+    async def resume(self, position: str) -> HttpSource:
+        source = HttpSource(self, "", None, position)
+        await source.open()
+        return source
+
+    async def cancel(self, position: str) -> str:
+        headers = {"last-event-id": position} if "." in position else {}
+        told = await self.ask("DELETE", f"/v1/streams/{position.partition('.')[0]}", headers=headers)
+        status: str = told["status"]
+        return status
+
+    async def send(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """The head of an answer, which is to be read or closed. Raises HeadraceError for what is none, TransportError."""
+        client = self._connected
+        response = await client.send(client.build_request(method, self.url + path, **more), stream=True)
+        if response.status_code >= 400:
+            try:
+                await response.aread()
+            finally:
+                await response.aclose()
+            raise error_of(response)
+        return response
+
+    async def ask(self, method: str, path: str, **more: Any) -> Any:
+        """The JSON of an answer; what may be asked again is, at other URLs too. Raises HeadraceError."""
+        error: httpx.TransportError | None = None
+        for _ in self._urls:
+            try:
+                async with _closing(await self.send(method, path, **more)) as response:
+                    return msgspec.json.decode(await response.aread() or b"null")
+            except httpx.ConnectError as refused:
+                error = refused
+                self.next_url()
+            except httpx.TransportError as broken:
+                raise Unavailable(f"{self.url} broke off: {broken!r}") from broken
+        raise Unavailable(f"{self.url} cannot be reached: {error}")
+
+
+@asynccontextmanager
+async def _closing(response: httpx.Response) -> AsyncIterator[httpx.Response]:
+    try:
+        yield response
+    finally:
+        await response.aclose()
+
+
+async def events_of(response: httpx.Response) -> AsyncIterator[Event]:
+    """The server-sent events of an answer."""
+    name: str | None = None
+    async for line in response.aiter_lines():
+        if line.startswith("id: "):
+            name = line[len("id: ") :]
+        elif line.startswith("data: ") and line != "data: [DONE]":
+            yield Event(name, msgspec.json.decode(line[len("data: ") :]))
+            name = None
+
+
+def raise_error_in(told: dict[str, Any]) -> None:
+    if (error := told.get("error")) is not None:
+        raise by_code(error["code"], error["message"], error["param"])
+
+
+def error_of(response: httpx.Response) -> HeadraceError:
+    """What an answer with a status of 400 or more says."""
+    try:
+        error = response.json()["error"]
+        found = by_code(error["code"], error["message"], error["param"])
+    except (ValueError, KeyError, TypeError):  # somebody else's, in between
+        kind = Unavailable if response.status_code >= 500 else HeadraceError
+        found = kind(f"{response.request.url} answers {response.status_code}")
+    retry_after = response.headers.get("retry-after-ms", "")
+    found.retry_after = int(retry_after) / 1000 if retry_after.isdigit() else None
+    return found

@@ -1,0 +1,187 @@
+"""The client over NATS: a requester of its own, which plays the requester's table for the tenant that its key says it is.
+
+A stream goes on whatever ingress or worker dies. An ingress is asked where a request goes before it is published, and for
+what only it may do: jobs, and ending what is queued.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.client.told import Candidate, Ended, Token, Usage
+from ingress.admission import Admission
+from ingress.decoding import decode
+from ingress.position import Position, parse
+from ingress.routes.infer import score
+from ingress.schemas import InferBody
+from shared import services, subjects, wire
+from shared.bus import Bus
+from shared.dispatch import Dispatcher
+from shared.errors import HeadraceError, Internal, StreamNotFound, Unsupported
+from shared.records import Version
+from shared.services import Asked, Routed
+from shared.settings import Settings
+from shared.stream import Delta, Stream
+
+_body_decoder = msgspec.json.Decoder(InferBody)
+
+
+class NatsSource:
+    """One request of ours, or one that is gone on with."""
+
+    def __init__(self, bus: Bus, stream: Stream, seen: Position | None = None) -> None:
+        self.id = stream.rid
+        self.ended: Ended | None = None
+        self._bus, self._stream = bus, stream
+        self._index = 0  # of the next token
+        self._hash = hashlib.blake2b(digest_size=8)
+        self._told = seen.choices[0].next if seen is not None else 0  # tokens that the reader has
+        self._digest = seen.digests[0] if seen is not None else self._hash.hexdigest()
+
+    @property
+    def position(self) -> str:
+        return f"{self.id}.{self._stream.sequence}.{self._told}.{self._digest}"
+
+    async def tokens(self) -> AsyncIterator[Token]:
+        finish = ""
+        while True:
+            try:
+                deltas = await self._stream.next()
+            except StopAsyncIteration:
+                break
+            for delta in deltas:
+                finish = delta.finish or finish
+                for token in delta.ids:  # one at most
+                    self._hash.update(token.to_bytes(4, "little"))
+                    self._index += 1
+                    if self._index > self._told:
+                        self._told, self._digest = self._index, self._hash.hexdigest()
+                        yield _token(delta, self._index - 1)
+        self.ended = self._end(finish)
+
+    def _end(self, finish: str) -> Ended:
+        stream = self._stream
+        if stream.usage is None or not finish:
+            raise Internal(f"request {self.id} is complete, but how is not known")
+        usage = stream.usage
+        return Ended(
+            version=stream.version,
+            finish_reason=finish,
+            usage=Usage(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+            ),
+            claims=stream.claims,
+            seed=stream.request.sampling.seed,
+        )
+
+    async def cancel(self) -> None:
+        stream = self._stream
+        queued = not stream.ended and not stream.claims and stream.sequence
+        stream.cancel()
+        if queued:  # only an ingress may take it out of the queue; else a worker is told to let go of it
+            with contextlib.suppress(HeadraceError):
+                await _cancel(self._bus, self.position)
+
+    async def detach(self) -> None:
+        self._stream.leave()
+
+
+class OverNats:
+    """A connection to NATS, as the tenant that its key is of."""
+
+    def __init__(self, url: str, nkey: str | Path | None, settings: Settings | None) -> None:
+        given = settings or Settings()
+        self._settings = msgspec.structs.replace(given, nats_url=url, nats_nkey=str(nkey or given.nats_nkey))
+        self._bus: Bus | None = None
+
+    async def open(self) -> None:
+        self._bus = bus = await Bus.connect(self._settings, "client")
+        try:
+            self.tenant: str = (await services.call(bus, subjects.SERVICE_WHOAMI, {}))["tenant"]
+            self._dispatcher = Dispatcher(bus, self._settings, self.tenant)
+            self._admission = Admission(self._settings, self._dispatcher)
+            await self._dispatcher.start()
+        except BaseException:
+            await bus.close()
+            raise
+
+    async def close(self) -> None:
+        for stream in list(self._dispatcher.streams()):
+            if not stream.left:
+                stream.cancel()
+        await self._dispatcher.close()
+        await self._connected.close()
+
+    @property
+    def _connected(self) -> Bus:
+        if self._bus is None:
+            raise RuntimeError("the client is not open: use it as an async context")
+        return self._bus
+
+    async def begin(self, model: str, body: dict[str, Any], version: str | None, session: str | None) -> NatsSource:
+        encoded = msgspec.json.encode(body)
+        decoded = decode(_body_decoder, encoded)
+        asked = Asked(model=model, pin=version, session=session or "")
+        told = await services.call(self._connected, subjects.SERVICE_ROUTE, asked)
+        routed = msgspec.convert(told, Routed)
+        chosen = Version(
+            model=routed.model,
+            version=routed.version,
+            state="available",
+            source="",
+            max_model_len=routed.max_model_len,
+        )
+        [request] = self._admission.admit(wire.new_id(), decoded, len(encoded), chosen)
+        request.movable = routed.movable
+        stream = await self._dispatcher.submit(request, self.tenant, resumable=True)
+        return NatsSource(self._connected, stream)
+
+    async def resume(self, position: str) -> NatsSource:
+        seen = parse(position) if "." in position else None
+        rid = position.partition(".")[0]
+        located = await self._dispatcher.locate(rid, self.tenant, seen.sequence if seen is not None else 0)
+        if located is None:
+            raise StreamNotFound(f"nobody has the request {rid}, or has it any more")
+        if located.request.sampling.n != 1:
+            raise Unsupported(f"request {rid} has {located.request.sampling.n} choices: it is resumed over HTTP")
+        stream = await self._dispatcher.attach(
+            located.request,
+            self.tenant,
+            located.seq,
+            located.body,
+            located.queue_left_s,
+            known=None if seen is None else seen.known,
+            resumable=True,
+        )
+        return NatsSource(self._connected, stream, seen)
+
+    async def cancel(self, position: str) -> str:
+        rid = position.partition(".")[0]
+        for stream in self._dispatcher.streams():
+            if stream.rid == rid:
+                await NatsSource(self._connected, stream).cancel()
+                return "cancelled"
+        return await _cancel(self._connected, position)
+
+
+async def _cancel(bus: Bus, position: str) -> str:
+    """Have an ingress end a request for everybody."""
+    headers = {services.HEADER_LAST_EVENT_ID: position} if "." in position else None
+    told = await services.call(bus, subjects.SERVICE_CANCEL, {"id": position.partition(".")[0]}, headers)
+    status: str = told["status"]
+    return status
+
+
+def _token(delta: Delta, index: int) -> Token:
+    [token] = delta.ids
+    if not delta.logprobs:
+        return Token(text=delta.text, index=index, id=token)
+    told = score(delta.logprobs[0])
+    top = tuple(Candidate(each.id, each.token, each.logprob) for each in told.top)
+    return Token(text=delta.text, index=index, id=token, logprob=told.logprob, top=top)
