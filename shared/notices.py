@@ -134,7 +134,7 @@ async def _read(bus: "Bus", tenant: str, id_: str) -> tuple[Notice, int] | None:
 async def _write(bus: "Bus", notice: Notice, revision: int) -> bool:
     """One that waits stays as long as its bucket lets it. One that ended, until nobody can write it again."""
     settings, key = bus.settings, subjects.key(notice.tenant, notice.id)
-    ttl_s = None
+    ttl_s = 0
     if notice.state != "waiting":
         left_s = notice.at + settings.webhook_age_max_s - time.time() if is_watched(notice.type) else 0.0
         ttl_s = max(1, math.ceil(max(left_s, 0.0) + settings.webhook_kept_s))

@@ -149,7 +149,7 @@ def _buckets(settings: Settings) -> list[Bucket]:
             name=subjects.NOTICES_BUCKET,
             ttl_s=settings.webhook_age_max_s + NOTICE_MARGIN_S,
             bytes_max=settings.webhook_bytes_max,
-            values_expire=True,
+            message_ttl=True,
         ),
         Bucket(name=subjects.WEBHOOK_SECRETS_BUCKET),
     ]
