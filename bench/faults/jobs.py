@@ -1,4 +1,5 @@
-"""Jobs while every process is killed at once: each that was submitted completes once, with its own answer."""
+"""Jobs while every process is killed at once: each that was submitted completes once, with its own answer, and its webhook is
+told of it."""
 
 import asyncio
 import contextlib
@@ -18,8 +19,10 @@ import msgspec
 
 from faults import corpus
 from faults.answers import Answer
+from faults.broker import HOST
 from faults.corpus import Question
 from faults.fleet import MODEL, Fleet
+from faults.receiver import SECRET, Receiver
 from shared import subjects, usage
 
 JOBS = "/v1/jobs"
@@ -40,6 +43,8 @@ class JobsReport(msgspec.Struct, kw_only=True):
     outcomes: Counter[str]
     moved: int  # jobs that more than one claim served
     repeated: int  # submissions that had to be sent again
+    deliveries: int  # to the webhook
+    refused: int  # of these, by the receiver
     seconds: float
     problems: list[str]
 
@@ -48,6 +53,7 @@ class JobsReport(msgspec.Struct, kw_only=True):
         return [
             f"jobs: {self.submitted} submitted, {self.repeated} of them more than once; {self.kills} processes killed",
             f"  {outcomes}; {self.moved} were served by several claims; {self.seconds:.1f} s",
+            f"  webhooks: {self.deliveries} deliveries, {self.refused} of them refused",
             *(f"  PROBLEM: {problem}" for problem in self.problems[:20]),
         ]
 
@@ -59,15 +65,19 @@ async def play(count: int, seed: int, times: int = 1, workers: int = 2, **settin
     asked = [(dice.choice(questions), dice.randint(*TOKENS)) for _ in range(count)]
     kill_at = sorted(dice.randrange(count // 3, count) for _ in range(times))
     with tempfile.TemporaryDirectory(prefix="headrace-jobs-") as directory:
-        async with Fleet(Path(directory), "sim:fixed-5ms", workers=workers, ingresses=2, **settings) as fleet:
-            return await Run(fleet, asked, f"{seed}").run(kill_at)
+        settings = {"webhook_private_hosts": HOST, "webhook_backoff_s": 0.5} | settings
+        async with (
+            Receiver(seed) as receiver,
+            Fleet(Path(directory), "sim:fixed-5ms", workers=workers, ingresses=2, **settings) as fleet,
+        ):
+            return await Run(fleet, receiver, asked, f"{seed}").run(kill_at)
 
 
 class Run:
     """Jobs of one fleet."""
 
-    def __init__(self, fleet: Fleet, asked: list[tuple[Question, int]], name: str) -> None:
-        self._fleet, self._asked, self._name = fleet, asked, name
+    def __init__(self, fleet: Fleet, receiver: Receiver, asked: list[tuple[Question, int]], name: str) -> None:
+        self._fleet, self._receiver, self._asked, self._name = fleet, receiver, asked, name
         self._ids: dict[int, str] = {}
         self._outcomes: Counter[str] = Counter()
         self._problems: list[str] = []
@@ -89,12 +99,15 @@ class Run:
                 for _ in range(AT_ONCE):
                     group.create_task(self._wait(numbers))
             await self._check()
+            await self._check_webhooks()
         return JobsReport(
             submitted=len(self._ids),
             kills=self._kills,
             outcomes=self._outcomes,
             moved=self._moved,
             repeated=self._repeated,
+            deliveries=self._receiver.deliveries,
+            refused=self._receiver.refused,
             seconds=time.monotonic() - begin,
             problems=self._problems,
         )
@@ -113,7 +126,8 @@ class Run:
         for number in numbers:
             question, tokens = self._asked[number]
             body = question.body(MODEL, tokens, stream=False)
-            order = {"endpoint": question.route.format(model=MODEL), "body": body}
+            webhook = {"url": self._receiver.url, "secret": SECRET}
+            order = {"endpoint": question.route.format(model=MODEL), "body": body, "webhook": webhook}
             headers = {"idempotency-key": f"{self._name}-{number}"}
             answer, tries = await self._call("POST", JOBS, number, json=order, headers=headers)
             self._repeated += tries > 1
@@ -170,6 +184,19 @@ class Run:
         [used] = await usage.query(bus, 0)
         if (used.requests, used.completed) != (count, count):
             self._problems.append(f"usage has {used.requests} requests, {used.completed} of them completed")
+
+    async def _check_webhooks(self) -> None:
+        """Each job's end was told at least once, under one id."""
+        receiver, jobs = self._receiver, set(self._ids.values())
+        await receiver.until_told(len(jobs), SETTLE_S)
+        if receiver.told.keys() != jobs:
+            self._problems.append(f"webhooks were told of {len(receiver.told)} jobs")
+        if several := [job for job, ids in receiver.told.items() if len(set(ids)) > 1]:
+            self._problems.append(f"the ends of {len(several)} jobs were told under several ids")
+        if others := [job for job, types in receiver.types.items() if types != {"job.completed"}]:
+            self._problems.append(f"of {len(others)} jobs something else was told than that they are completed")
+        if receiver.unsigned:
+            self._problems.append(f"{receiver.unsigned} deliveries were not signed as they should be")
 
     async def _left(self) -> int:
         """Messages that are stored when none is any more, or after a while."""
