@@ -52,6 +52,7 @@ MAY_SEND = {"request", "worker_control", "attach_broadcast", "find", "cancel", "
 NO_SUBJECTS = {  # filters of the above, names, and what reads them
     *("encode_token", "decode_token", "key", "names_of", "consumer", "fair_consumer", "is_fair", "requests_by_name"),
     *("jobs_of_version", "job_consumer", "place_of_job"),
+    "place_of_result",
     *("requests_of_lane", "requests_of_version", "requests_mapped", "place_of_request", "version_of_request"),
     *(
         "tenant_of_request",
