@@ -181,6 +181,8 @@ NEEDED: dict[Role, set[str]] = {
         "GET /v1/usage",
         "DELETE /v1/streams/{rid}",
         "POST /v1/streams/{rid}/cancel",
+        "POST /v1/webhooks/secret",
+        "GET /v1/webhooks/secret",
     },
     "deploy": {
         "GET /v1/models/{model}/versions",
