@@ -170,6 +170,19 @@ def test_a_rollout_is_begun_told_what_to_do_and_taken_back(on_bus: Any, model: s
     assert str(command("rollback", model).exception).endswith("there is none of this model to roll back")
 
 
+def test_a_webhook_is_told_and_its_secret_is_not_on_the_command_line(
+    on_bus: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "whsec_" + "A" * 40
+    monkeypatch.setenv("HEADRACE_WEBHOOK_SECRET", secret)
+    made = shown("deploy", f"{model}@v2", "--webhook", "https://hooks.example.com/x")
+    found, _ = on_bus(lambda bus: deployments.find(bus, made["deployment_id"]))
+    assert (found.webhook.url, found.webhook.secret) == ("https://hooks.example.com/x", secret)
+    assert secret not in command("deployments", "show", model, "--json").output
+    refused = command("deploy", f"{model}@v2", "--webhook", "http://10.0.0.1/")
+    assert (refused.exit_code, getattr(refused.exception, "param", None)) == (1, "webhook.url")
+
+
 def test_without_one_that_goes_on_the_last_promoted_one_is_rolled_back(on_bus: Any, model: str) -> None:
     id_ = shown("deploy", f"{model}@v2", "--strategy", "immediate")["deployment_id"]
     on_bus(lambda bus: move(bus, id_, "promoted"))

@@ -64,18 +64,19 @@ def test_no_action_waits_long_for_its_entry(nats_server: Any, caplog: pytest.Log
 
 
 def test_a_key_that_gets_into_a_log_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    root, key = logging.getLogger(), tenants.new_key()
+    root, key, secret = logging.getLogger(), tenants.new_key(), "whsec_" + "Ab+/" * 11
     handlers, level = root.handlers[:], root.level
     try:
         configure_logging(Settings())
         try:
             raise ValueError(f"bad header: Bearer {key}")
         except ValueError:
-            logging.getLogger("x").exception("sent %s", key)
+            logging.getLogger("x").exception("sent %s, signed with %s", key, secret)
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
     written = capsys.readouterr().err
-    assert "sent hr_..." in written
+    assert "sent hr_..., signed with whsec_...\n" in written
     assert "Bearer hr_..." in written
     assert key[3:] not in written
+    assert secret[6:] not in written
