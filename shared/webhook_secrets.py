@@ -104,10 +104,16 @@ async def rotate(bus: "Bus", actor: Actor, asked: SecretRotation) -> NewSecret:
                 previous=before,
                 previous_until=now + asked.grace_seconds if before is not None else 0.0,
             )
-            key, revision = subjects.key(tenant), found[1] if found is not None else 0
-            if await bus.kv_update(subjects.WEBHOOK_SECRETS_BUCKET, key, records.encode(made), revision) is not None:
+            if await _write(bus, made, found[1] if found is not None else None):
                 return NewSecret(secret=made.secret, previous_until=made.previous_until or None)
     raise Unavailable("others rotated the secret with every try to rotate it")
+
+
+async def _write(bus: "Bus", made: TenantSecret, revision: int | None) -> bool:
+    bucket, key, value = subjects.WEBHOOK_SECRETS_BUCKET, subjects.key(made.tenant), records.encode(made)
+    if revision is None:
+        return await bus.kv_create(bucket, key, value) is not None
+    return await bus.kv_update(bucket, key, value, revision) is not None
 
 
 async def _read(bus: "Bus", tenant: str) -> tuple[TenantSecret, int] | None:

@@ -1,4 +1,4 @@
-"""The secret of a tenant's webhooks over HTTP, and webhooks of deployments: no secret is shown twice or kept in the audit log."""
+"""The secret of a tenant's webhooks over HTTP, and webhooks of deployments: no secret is shown twice, or in the audit log."""
 
 import base64
 import secrets
@@ -30,7 +30,8 @@ def test_a_secret_is_told_once_and_signs_with_the_one_before_for_a_while(setting
         await bus.kv_delete(subjects.WEBHOOK_SECRETS_BUCKET, subjects.key(subjects.LOCAL_TENANT))
         assert refusal(await client.get("/v1/webhooks/secret")) == (404, "not_found", None)
         made = await client.post("/v1/webhooks/secret", json={})
-        assert (made.status_code, made.headers["cache-control"]) == (201, "no-store")
+        assert made.status_code == 201, made.text
+        assert made.headers["cache-control"] == "no-store"
         assert made.json()["previous_until"] is None
         assert len(webhooks.secret_bytes(made.json()["secret"])) == 32
         other = (await client.post("/v1/webhooks/secret", json={"grace_seconds": 60})).json()

@@ -138,6 +138,7 @@ def test_what_is_shown_has_no_secret() -> None:
     assert msgspec.json.decode(msgspec.json.encode(webhooks.shown(webhook))) == {
         "url": "https://example.com/T0KEN",
         "events": ["job.failed"],
+        "delivery": None,
     }
     assert SECRET not in repr(webhook)
     assert "T0KEN" not in repr(webhook)
