@@ -7,12 +7,16 @@ is said by the subject, which the caller's account writes (headrace/nats_account
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import msgspec
+from msgspec import Meta
 
 from ingress.answers import Headers, Scope
 from ingress.context import Context
 from ingress.decoding import decode
+from ingress.discovery import Discovery
 from ingress.identity import SCOPE_KEY, tenant_itself
 from ingress.service_call import TAKEN, ServiceCall, as_json
 from shared import subjects, wire
@@ -27,14 +31,43 @@ _decode_asked = msgspec.json.Decoder(Asked)
 
 
 class Meant(msgspec.Struct):
-    """Which request is to be ended or gone on with."""
+    """Which request or job is meant. `wait` is for the end of a job, in seconds."""
 
     id: wire.Rid
+    wait: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
-_decode_meant = msgspec.json.Decoder(Meant)
+class Listed(msgspec.Struct):
+    """Which jobs are to be listed."""
+
+    limit: int | None = None
+    after: str | None = None
+    status: str | None = None
+
+
+_decode_meant, _decode_listed = msgspec.json.Decoder(Meant), msgspec.json.Decoder(Listed)
+
+# what a service does to the request or the job that its body names: method and path
+MEANT = {
+    ("cancel",): ("DELETE", "/v1/streams/{id}"),
+    ("resume",): ("GET", "/v1/streams/{id}"),
+    ("jobs", "show"): ("GET", "/v1/jobs/{id}"),
+    ("jobs", "events"): ("GET", "/v1/jobs/{id}/events"),
+    ("jobs", "cancel"): ("POST", "/v1/jobs/{id}/cancel"),
+    ("jobs", "delete"): ("DELETE", "/v1/jobs/{id}"),
+}
+JOBS = "/v1/jobs"
 
 Application = Callable[..., Awaitable[None]]
+
+
+class Asks(msgspec.Struct):
+    """A request to the application."""
+
+    method: str
+    path: str
+    query: dict[str, Any] = {}
+    body: bytes = b""
 
 
 class Services:
@@ -47,15 +80,18 @@ class Services:
         self._numbers = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._taking: list[Subscription] = []
+        self._discovery = Discovery(bus, QUEUE)
 
     async def start(self) -> None:
         await self._bus.subscribe(self._inbox + ".*", self._on_status)
         for subject in (subjects.SERVICES, subjects.services_as(None)):
             self._taking.append(await self._bus.subscribe(subject, self._on_request, QUEUE))
+        await self._discovery.start()
 
     async def rest_after(self, stop: asyncio.Event) -> None:
         """Once `stop` is set take no more requests, which go to other ingresses; those that are open go on."""
         await stop.wait()
+        await self._discovery.stop()
         for subscription in self._taking:
             await subscription.unsubscribe()
 
@@ -98,16 +134,21 @@ class Services:
             del self._calls[token]
 
     async def _answer(self, call: ServiceCall, tenant: str, names: list[str], message: Message) -> None:
+        if (found := MEANT.get(tuple(names))) is not None:
+            meant = decode(_decode_meant, message.data)
+            path = found[1].format(id=meant.id)
+            await self._ask(call, tenant, Asks(found[0], path, {"wait": meant.wait} if meant.wait else {}), message)
+            return
         match names:
             case ["infer", model]:
                 body = as_json(message.data, message.headers.get("Content-Type", ""))
-                await self._ask(call, tenant, "POST", f"/v1/models/{model}/infer", body, message)
-            case ["cancel"]:
-                rid = decode(_decode_meant, message.data).id
-                await self._ask(call, tenant, "DELETE", f"/v1/streams/{rid}", b"", message)
-            case ["resume"]:
-                rid = decode(_decode_meant, message.data).id
-                await self._ask(call, tenant, "GET", f"/v1/streams/{rid}", b"", message)
+                await self._ask(call, tenant, Asks("POST", f"/v1/models/{model}/infer", body=body), message)
+            case ["jobs", "submit"]:
+                await self._ask(call, tenant, Asks("POST", JOBS, body=message.data), message)
+            case ["jobs", "list"]:
+                listed = msgspec.structs.asdict(decode(_decode_listed, message.data))
+                query = {name: value for name, value in listed.items() if value is not None}
+                await self._ask(call, tenant, Asks("GET", JOBS, query), message)
             case ["whoami"]:
                 await call.answer({"tenant": tenant})
             case ["route"]:
@@ -127,9 +168,10 @@ class Services:
             max_model_len=version.max_model_len,
         )
 
-    async def _ask(self, call: ServiceCall, tenant: str, method: str, path: str, body: bytes, message: Message) -> None:
-        call.asks(body)
-        headers: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    async def _ask(self, call: ServiceCall, tenant: str, asks: Asks, message: Message) -> None:
+        """Ask the application as its caller would over HTTP."""
+        call.asks(asks.body)
+        headers: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(asks.body))]
         for name, value in message.headers.items():
             if name.lower() in TAKEN:
                 headers.append((name.lower().encode(), value.encode("utf-8", "replace")))
@@ -137,12 +179,12 @@ class Services:
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": method,
+            "method": asks.method,
             "scheme": "nats",
-            "path": path,
-            "raw_path": path.encode(),
+            "path": asks.path,
+            "raw_path": asks.path.encode(),
             "root_path": "",
-            "query_string": b"",
+            "query_string": urlencode(asks.query).encode(),
             "headers": headers,
             "client": None,
             "server": None,

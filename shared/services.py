@@ -54,10 +54,14 @@ def error_in(body: Any) -> HeadraceError | None:
     return by_code(str(told.get("code")), str(told.get("message")), told.get("param"))
 
 
-async def call(bus: "Bus", subject: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
-    """What a service answers to one question, decoded; waits for an ingress to be there. Raises the error that it tells, or
-    Unavailable."""
-    answer = await _answer(bus, subject, msgspec.json.encode(body), headers)
+async def call(
+    bus: "Bus", subject: str, body: Any, headers: Mapping[str, str] | None = None, answer_s: float = 0.0
+) -> Any:
+    """What a service answers to one question, decoded; waits for an ingress to be there, and `answer_s` more for its answer.
+
+    Raises the error that it tells, or Unavailable.
+    """
+    answer = await _answer(bus, subject, msgspec.json.encode(body), headers, answer_s)
     try:
         told = msgspec.json.decode(answer.data or b"null")
     except msgspec.DecodeError as error:
@@ -67,12 +71,14 @@ async def call(bus: "Bus", subject: str, body: Any, headers: Mapping[str, str] |
     return told
 
 
-async def _answer(bus: "Bus", subject: str, data: bytes, headers: Mapping[str, str] | None) -> "Message":
+async def _answer(
+    bus: "Bus", subject: str, data: bytes, headers: Mapping[str, str] | None, answer_s: float
+) -> "Message":
     loop = asyncio.get_running_loop()
     deadline = loop.time() + CALL_TIMEOUT_S
     while True:
         try:
-            return await bus.request(subject, data, max(deadline - loop.time(), ASK_AGAIN_S), headers)
+            return await bus.request(subject, data, max(deadline - loop.time(), ASK_AGAIN_S) + answer_s, headers)
         except Unavailable:
             if loop.time() + ASK_AGAIN_S >= deadline:
                 raise

@@ -284,6 +284,7 @@ SERVICE_CANCEL = "headrace.cancel"
 SERVICE_RESUME = "headrace.resume"
 SERVICE_ROUTE = "headrace.route"
 SERVICE_WHOAMI = "headrace.whoami"
+SERVICE_JOBS = "headrace.jobs"  # .submit, .list, .show, .events, .cancel, .delete
 SERVICE_NAME = "headrace"  # by which it is discovered
 _SERVICES_AS = "as.{}.headrace.>"  # the same, as it arrives from an account that is a tenant's
 
@@ -291,6 +292,11 @@ _SERVICES_AS = "as.{}.headrace.>"  # the same, as it arrives from an account tha
 def service_infer(model: str) -> str:
     """Where a model is asked as a service: `headrace.infer.<model>`."""
     return f"headrace.infer.{encode_token(model)}"
+
+
+def service_jobs(operation: str) -> str:
+    """Where jobs are submitted and looked after."""
+    return f"{SERVICE_JOBS}.{operation}"
 
 
 def services_as(tenant: str | None) -> str:
@@ -309,9 +315,9 @@ def asked_service(subject: str) -> tuple[str, list[str]]:
     return decode_token(tenant), [decode_token(token) for token in names]
 
 
-def discovery(verb: str) -> list[str]:
-    """Where services of ours are discovered: `verb` is PING or INFO. A third token would be of one process."""
-    return [f"$SRV.{verb}", f"$SRV.{verb}.{SERVICE_NAME}"]
+def discovery(verb: str, id: str) -> list[str]:
+    """Where services of ours are discovered: `verb` is PING or INFO, `id` is of one process."""
+    return [f"$SRV.{verb}", f"$SRV.{verb}.{SERVICE_NAME}", f"$SRV.{verb}.{SERVICE_NAME}.{id}"]
 
 
 def wake(model: str, version: str) -> str:

@@ -2,8 +2,20 @@
 
 from headrace.client.client import Client
 from headrace.client.generation import Generation
+from headrace.client.jobs import Job, JobStatus
 from headrace.client.sync import SyncClient
 from headrace.client.told import Candidate, Result, Token, Usage
 from shared.errors import HeadraceError
 
-__all__ = ["Candidate", "Client", "Generation", "HeadraceError", "Result", "SyncClient", "Token", "Usage"]
+__all__ = [
+    "Candidate",
+    "Client",
+    "Generation",
+    "HeadraceError",
+    "Job",
+    "JobStatus",
+    "Result",
+    "SyncClient",
+    "Token",
+    "Usage",
+]

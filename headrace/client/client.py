@@ -1,10 +1,11 @@
 """The client: one surface over NATS and over HTTP."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from headrace.client.generation import Generation
+from headrace.client.jobs import Job, JobStatus, status_of
 from headrace.client.told import Result
 from headrace.client.transport import Transport
 from shared.settings import Settings
@@ -53,7 +54,7 @@ class Client:
         `input`: text, messages, or token ids; `params` are those of the native route: max_tokens, temperature, seed, ...
         `version` pins one; the same `session` keeps its version while a route splits traffic.
         """
-        body = {"input": input if isinstance(input, str) else list(input), **params}
+        body = _body(input, params)
         return Generation(lambda: self._transport.begin(model, body, version, session))
 
     async def generate(
@@ -72,3 +73,52 @@ class Client:
         A queued one whose reader is gone is found by its position only.
         """
         return await self._transport.cancel(position)
+
+    async def submit(
+        self,
+        model: str,
+        input: Input,
+        *,
+        version: str | None = None,
+        session: str | None = None,
+        idempotency_key: str | None = None,
+        metadata: dict[str, str] | None = None,
+        webhook: dict[str, Any] | None = None,
+        ttl_seconds: int | None = None,
+        deadline_seconds: int | None = None,
+        **params: Any,
+    ) -> Job:
+        """A generation that nobody waits for. It is durable when this returns; the rest is as for POST /v1/jobs, docs/api.md.
+
+        With an `idempotency_key` there is one job for it, however often it is submitted.
+        """
+        order: dict[str, Any] = {"endpoint": f"/v1/models/{model}/infer", "body": _body(input, params)}
+        more = {
+            "metadata": metadata,
+            "webhook": webhook,
+            "ttl_seconds": ttl_seconds,
+            "deadline_seconds": deadline_seconds,
+        }
+        order |= {name: value for name, value in more.items() if value is not None}
+        given = {"x-version-pin": version, "x-session-id": session, "idempotency-key": idempotency_key}
+        headers = {name: value for name, value in given.items() if value is not None}
+        return self.job((await self._transport.submit(order, headers))["id"])
+
+    def job(self, id: str) -> Job:
+        """A job that was submitted before, by whomever of the same tenant."""
+        return Job(self._transport, id)
+
+    async def jobs(self, *, status: str | None = None) -> AsyncGenerator[JobStatus, None]:
+        """All jobs, or those of a status, the newest first."""
+        asked: dict[str, Any] = {} if status is None else {"status": status}
+        while True:
+            page = await self._transport.list_jobs(asked)
+            for each in page["data"]:
+                yield status_of(each)
+            if not page["has_more"]:
+                return
+            asked["after"] = page["last_id"]
+
+
+def _body(input: Input, params: dict[str, Any]) -> dict[str, Any]:
+    return {"input": input if isinstance(input, str) else list(input), **params}

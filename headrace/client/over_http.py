@@ -9,7 +9,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from headrace.client.told import Ended, Token, scored, usage_of
+from headrace.client.told import Ended, Token, last_told, scored
+from headrace.client.transport import JobOperation, all_told
 from shared.errors import Draining, HeadraceError, Unavailable, by_code
 
 CONNECT_TIMEOUT_S = 5.0
@@ -23,15 +24,25 @@ class Event(msgspec.Struct):
     data: dict[str, Any]
 
 
-class HttpSource:
-    """A resumable stream of the native route."""
+class Asking(msgspec.Struct):
+    """A POST."""
 
-    def __init__(self, http: "OverHttp", model: str, request: dict[str, Any] | None, position: str = "") -> None:
-        """`request` asks for it, as arguments of httpx; None: it is gone on with, from `position`."""
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+class HttpSource:
+    """A stream of the native route, with ids."""
+
+    def __init__(
+        self, http: "OverHttp", position: str = "", asking: Asking | None = None, path: str = "/v1/streams/{id}"
+    ) -> None:
+        """`asking` for it; None: it is gone on with, from `position`, which may be its id alone. `path`: to go on with it."""
         self.id = position.partition(".")[0]
         self.position = position
         self.ended: Ended | None = None
-        self._http, self._model, self._request = http, model, request
+        self._http, self._asking, self._path = http, asking, path
         self._response: httpx.Response | None = None
 
     async def open(self) -> None:
@@ -47,7 +58,7 @@ class HttpSource:
                 async for event in self._events():
                     self.position = event.id or self.position
                     if "finish_reason" in event.data:
-                        self.ended = self._end(event.data)
+                        self.ended = last_told(event.data)
                         break
                     yield scored(event.data["token"], event.data["index"], event.data.get("score"))
             except (httpx.TransportError, Draining) as error:
@@ -99,21 +110,24 @@ class HttpSource:
         if self.position:
             # an id alone is not yet a position: all of it is told
             headers = {"last-event-id": self.position} if "." in self.position else {}
-            response = await self._http.send("GET", f"/v1/streams/{self.id}", headers=headers)
+            response = await self._http.send("GET", self._path.format(id=self.id), headers=headers)
         else:
-            response = await self._http.send("POST", f"/v1/models/{quote(self._model)}/infer", **(self._request or {}))
+            assert self._asking is not None, "what is not asked for has a position"
+            response = await self._http.send(
+                "POST", self._asking.path, json=self._asking.body, headers=self._asking.headers
+            )
         self._response = response
+        if response.status_code == 204:
+            raise all_told(self.id)
         self.position = response.headers.get("x-headrace-last-event-id", self.position)
         self.id = self.position.partition(".")[0]
 
-    def _end(self, last: dict[str, Any]) -> Ended:
-        return Ended(
-            version=last["version"],
-            finish_reason=last["finish_reason"],
-            usage=usage_of(last["usage"]),
-            claims=last["claims"],
-            seed=last["seed"],
-        )
+
+class JobWatch(HttpSource):
+    """The events of a job, which goes on whoever reads it."""
+
+    async def cancel(self) -> None:
+        await self.detach()
 
 
 class OverHttp:
@@ -147,17 +161,30 @@ class OverHttp:
         return self._client
 
     async def begin(self, model: str, body: dict[str, Any], version: str | None, session: str | None) -> HttpSource:
-        headers = {"x-resumable": "true"}
-        if version is not None:
-            headers["x-version-pin"] = version
-        if session is not None:
-            headers["x-session-id"] = session
-        source = HttpSource(self, model, {"json": body | {"stream": True}, "headers": headers})
+        headers = {"x-resumable": "true", **chosen(version, session)}
+        asking = Asking(f"/v1/models/{quote(model)}/infer", body | {"stream": True}, headers)
+        source = HttpSource(self, asking=asking)
         await source.open()
         return source
 
     async def resume(self, position: str) -> HttpSource:
-        source = HttpSource(self, "", None, position)
+        source = HttpSource(self, position)
+        await source.open()
+        return source
+
+    async def submit(self, order: dict[str, Any], headers: dict[str, str]) -> Any:
+        return await self.ask("POST", "/v1/jobs", json=order, headers=headers)
+
+    async def list_jobs(self, asked: dict[str, Any]) -> Any:
+        return await self.ask("GET", "/v1/jobs", params=asked)
+
+    async def ask_job(self, job: str, operation: JobOperation, wait_s: float = 0.0) -> Any:
+        method, suffix = {"show": ("GET", ""), "cancel": ("POST", "/cancel"), "delete": ("DELETE", "")}[operation]
+        wait = {"params": {"wait": wait_s}, "timeout": wait_s + SILENCE_MAX_S} if wait_s else {}
+        return await self.ask(method, f"/v1/jobs/{job}{suffix}", **wait)
+
+    async def watch_job(self, job: str, position: str | None) -> JobWatch:
+        source = JobWatch(self, position or job, path="/v1/jobs/{id}/events")
         await source.open()
         return source
 
@@ -192,6 +219,12 @@ class OverHttp:
             except httpx.TransportError as broken:
                 raise Unavailable(f"{self.url} broke off: {broken!r}") from broken
         raise Unavailable(f"{self.url} cannot be reached: {error}")
+
+
+def chosen(version: str | None, session: str | None) -> dict[str, str]:
+    """The headers that choose a version."""
+    given = {"x-version-pin": version, "x-session-id": session}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @asynccontextmanager

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
+from headrace.client.replies import Replies
 from headrace.client.told import Candidate, Ended, Token, Usage
+from headrace.client.transport import JobOperation, all_told
 from ingress.admission import Admission
 from ingress.decoding import decode
 from ingress.position import Position, parse
@@ -145,6 +147,8 @@ class OverNats:
     async def resume(self, position: str) -> NatsSource:
         seen = parse(position) if "." in position else None
         rid = position.partition(".")[0]
+        if seen is not None and seen.complete:
+            raise all_told(rid)
         located = await self._dispatcher.locate(rid, self.tenant, seen.sequence if seen is not None else 0)
         if located is None:
             raise StreamNotFound(f"nobody has the request {rid}, or has it any more")
@@ -168,6 +172,19 @@ class OverNats:
                 await NatsSource(self._connected, stream).cancel()
                 return "cancelled"
         return await _cancel(self._connected, position)
+
+    async def submit(self, order: dict[str, Any], headers: dict[str, str]) -> Any:
+        return await services.call(self._connected, subjects.service_jobs("submit"), order, headers)
+
+    async def list_jobs(self, asked: dict[str, Any]) -> Any:
+        return await services.call(self._connected, subjects.service_jobs("list"), asked)
+
+    async def ask_job(self, job: str, operation: JobOperation, wait_s: float = 0.0) -> Any:
+        asked = {"id": job, "wait": wait_s}
+        return await services.call(self._connected, subjects.service_jobs(operation), asked, answer_s=wait_s)
+
+    async def watch_job(self, job: str, position: str | None) -> Replies:
+        return Replies(self._connected, self.tenant, subjects.service_jobs("events"), job, position or "")
 
 
 async def _cancel(bus: Bus, position: str) -> str:

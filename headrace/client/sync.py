@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 from headrace.client.client import Client, Input
 from headrace.client.generation import Generation
+from headrace.client.jobs import Job, JobStatus
 from headrace.client.told import Result, Token
 
 T = TypeVar("T")
@@ -54,6 +55,18 @@ class SyncClient:
     def cancel(self, position: str) -> str:
         """As `Client.cancel`."""
         return self._run(self._client.cancel(position))
+
+    def submit(self, model: str, input: Input, **params: Any) -> "SyncJob":
+        """As `Client.submit`."""
+        return self.job(self._run(self._client.submit(model, input, **params)).id)
+
+    def job(self, id: str) -> "SyncJob":
+        """As `Client.job`."""
+        return SyncJob(self, self._client.job(id))
+
+    def jobs(self, *, status: str | None = None) -> Iterator[JobStatus]:
+        """As `Client.jobs`."""
+        return self._each(self._client.jobs(status=status))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -105,3 +118,26 @@ class SyncGeneration:
 
     def __iter__(self) -> Iterator[Token]:
         return self._client._each(aiter(self._generation))
+
+
+class SyncJob:
+    """As `Job`."""
+
+    def __init__(self, client: SyncClient, job: Job) -> None:
+        self.id = job.id
+        self._client, self._job = client, job
+
+    def status(self) -> JobStatus:
+        return self._client._run(self._job.status())
+
+    def result(self, timeout: float | None = None) -> Result:
+        return self._client._run(self._job.result(timeout))
+
+    def events(self, position: str | None = None) -> SyncGeneration:
+        return SyncGeneration(self._client, self._job.events(position))
+
+    def cancel(self) -> JobStatus:
+        return self._client._run(self._job.cancel())
+
+    def delete(self) -> None:
+        self._client._run(self._job.delete())

@@ -68,3 +68,14 @@ def scored(text: str, index: int, score: dict[str, Any] | None) -> Token:
         return Token(text=text, index=index)
     top = tuple(Candidate(each["id"], each["token"], each["logprob"]) for each in score["top"])
     return Token(text=text, index=index, id=score["id"], logprob=score["logprob"], top=top)
+
+
+def last_told(event: dict[str, Any]) -> Ended:
+    """What the last event of the native route says."""
+    return Ended(
+        version=event["version"],
+        finish_reason=event["finish_reason"],
+        usage=usage_of(event["usage"]),
+        claims=event["claims"],
+        seed=event["seed"],
+    )

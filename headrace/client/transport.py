@@ -1,9 +1,12 @@
 """What NATS and HTTP have in common, as the client sees them."""
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from headrace.client.told import Ended, Token
+from shared.errors import StreamNotFound
+
+JobOperation = Literal["show", "cancel", "delete"]
 
 
 class Source(Protocol):
@@ -41,3 +44,20 @@ class Transport(Protocol):
 
     async def cancel(self, position: str) -> str:
         """End a request for everybody: `cancelled`, or `finished` by itself before. Raises StreamNotFound."""
+
+    async def submit(self, order: dict[str, Any], headers: dict[str, str]) -> Any:
+        """Store a job; `order` is the body of POST /v1/jobs. What GET shows of it."""
+
+    async def list_jobs(self, asked: dict[str, Any]) -> Any:
+        """A page of jobs: what GET /v1/jobs answers."""
+
+    async def ask_job(self, job: str, operation: JobOperation, wait_s: float = 0.0) -> Any:
+        """What becomes of a job; `wait_s`: for its end, at most."""
+
+    async def watch_job(self, job: str, position: str | None) -> Source:
+        """Its tokens, while it comes to be and after its end."""
+
+
+def all_told(id: str) -> StreamNotFound:
+    """To who wants to go on after the end."""
+    return StreamNotFound(f"{id} was told to its end: there is nothing to go on with")

@@ -47,10 +47,12 @@ FAMILIES: dict[str, Callable[[str], str]] = {
     "checkpoint": lambda owner: subjects.checkpoint(owner, "0"),
     "result": lambda owner: subjects.result(owner, "0"),
     "audit": lambda _: subjects.audit("key.revoke"),
+    "services_as": lambda owner: subjects.services_as(owner).replace(">", "route"),  # as it arrives
 }
 MAY_SEND = {"request", "worker_control", "attach_broadcast", "find", "cancel", "wake"}  # and of those its own only
 NO_SUBJECTS = {  # filters of the above, names, and what reads them
     *("encode_token", "decode_token", "key", "names_of", "consumer", "fair_consumer", "is_fair", "requests_by_name"),
+    *("reads_json", "asked_service", "discovery", "service_infer", "service_jobs"),
     *("jobs_of_version", "job_consumer", "place_of_job"),
     "place_of_result",
     *("requests_of_lane", "requests_of_version", "requests_mapped", "place_of_request", "version_of_request"),
@@ -255,6 +257,34 @@ def test_what_a_tenant_may_send_arrives_and_is_answered(guarded_nats: Any) -> No
         answers = [message.data for message in me.seen]
         assert b"here" in answers
         assert sum(b'"stream":"REQ"' in answer for answer in answers) == 2  # the acks of what was stored
+        assert await other.told() == []
+        assert me.errors.empty()
+
+    meet(guarded_nats, work)
+
+
+def test_what_a_tenant_asks_of_a_service_arrives_as_its_own_and_is_answered_more_than_once(guarded_nats: Any) -> None:
+    async def work(own: User, me: User, other: User) -> None:
+        await me.listen("_INBOX.me.*")
+        await other.listen("_INBOX.>", "tok.other.*")
+        for subject in ("headrace.infer.m", subjects.SERVICE_ROUTE, subjects.service_jobs("show")):
+            await me.send(subject, reply="_INBOX.me.1")
+        await me.send(subjects.SERVICE_ROUTE, reply="tok.other.x")
+        await me.sent()
+        heard = [message for message in await own.told() if message.data == MARK]
+        assert [message.subject for message in heard] == [
+            "as.acme.headrace.infer.m",
+            "as.acme.headrace.route",
+            "as.acme.headrace.jobs.show",
+            "as.acme.headrace.route",
+        ]
+        for message in heard:
+            assert subjects.asked_service(message.subject)[0] == ME
+            for number in range(3):
+                await own.send(message.reply, b"%d" % number)
+        await own.sent()
+        await me.until(lambda: len(me.seen) == 9)
+        assert [message.data for message in me.seen] == [b"0", b"1", b"2"] * 3
         assert await other.told() == []
         assert me.errors.empty()
 
