@@ -216,7 +216,7 @@ class OverHttp:
             except httpx.ConnectError as refused:
                 error = refused
                 self.next_url()
-            except httpx.TransportError as broken:
+            except (httpx.TransportError, msgspec.DecodeError) as broken:
                 raise Unavailable(f"{self.url} broke off: {broken!r}") from broken
         raise Unavailable(f"{self.url} cannot be reached: {error}")
 

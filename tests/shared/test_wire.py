@@ -1,6 +1,7 @@
 """What the wire refuses: whatever else arrives is one error, whoever sent it."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,15 +38,38 @@ FROM_WORKER = FromWorker(
 TO_WORKER = ToWorker([Attach("r", "s", HOME, [[1, 2]]), Release("r", "s", HOME, True)])
 
 
-def test_damaged_bytes_are_malformed_and_nothing_else() -> None:
+def test_who_reads_json_is_told_the_same_in_json() -> None:
+    for message, decode in ((FROM_WORKER, wire.decode_from_worker), (TO_WORKER, wire.decode_to_worker)):
+        data = wire.encode_json(message)
+        assert data.startswith(b"[")
+        assert not wire.is_json(wire.encode(message))
+        assert decode(data) == decode(wire.encode(message)) == message
+    about = wire.About("r", "acme")
+    assert wire.decode_about(wire.encode_json(about)) == wire.decode_about(wire.encode(about)) == about
+    assert wire.encoder_for("tok.acme.json-0a") is wire.encode_json
+    assert wire.encoder_for("tok.json-acme.0a") is wire.encoder_for(HOME) is wire.encode
+    assert wire.answer_to(wire.encode_json(about), about) == wire.encode_json(about)
+    assert wire.answer_to(wire.encode(about), about) == wire.encode(about)
+    whole = len(wire.encode_json(FROM_WORKER))
+    parts = list(
+        wire.encode_batches(lambda items: FromWorker("w1", items), FROM_WORKER.items, whole - 1, wire.encode_json)
+    )
+    assert len(parts) == 2
+    assert [item for part in parts for item in wire.decode_from_worker(part).items] == FROM_WORKER.items
+
+
+@pytest.mark.parametrize("encode", [wire.encode, wire.encode_json])
+def test_damaged_bytes_are_malformed_and_nothing_else(encode: Callable[[Any], bytes]) -> None:
+    headers = {"Content-Type": "application/json"} if encode is wire.encode_json else {}
+
     def decode_request(data: bytes) -> Any:
-        return wire.decode_request(data, {})
+        return wire.decode_request(data, headers)
 
     whole = [(FROM_WORKER, wire.decode_from_worker), (TO_WORKER, wire.decode_to_worker), (REQUEST, decode_request)]
     random_ = random.Random(1)
     refused = 0
     for message, decode in whole:
-        data = wire.encode(message)
+        data = encode(message)
         assert decode(data) == message
         for _ in range(3000):
             damaged = bytearray(data)

@@ -28,14 +28,13 @@ export class Requester {
     this.nc.subscribe(`${this.statuses}.*`, { callback: (_, message) => this.onStatus(message) });
     await this.nc.flush(); // listening before anything is published
     this.ticking = setInterval(() => this.streams.forEach((stream) => stream.tick(Date.now())), TICK);
-    this.watching = this.watch();
+    this.watch();
   }
 
   async close() {
     this.streams.forEach((stream) => stream.cancel());
     clearInterval(this.ticking);
     await this.nc.drain();
-    await this.watching;
   }
 
   /** Ask a service of an ingress. */
