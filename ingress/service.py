@@ -106,11 +106,15 @@ class Services:
             call.gone()
 
     def _on_request(self, message: Message) -> None:
-        tenant, names = subjects.asked_service(message.subject)  # a ValueError is told by the bus
+        """Raises Malformed for what cannot be answered."""
+        try:
+            tenant, names = subjects.asked_service(message.subject)
+            own = subjects.frame_address(tenant, "")
+        except ValueError as error:
+            raise wire.Malformed(str(error)) from None
         reply = message.headers.get(wire.HEADER_REPLY, message.reply)
-        if not reply or (reply != message.reply and not reply.startswith(subjects.frame_address(tenant, ""))):
-            log.warning("a request on %s has no address of its own for the answer", message.subject)
-            return
+        if not reply or (reply != message.reply and not reply.startswith(own)):
+            raise wire.Malformed("no address of its own for the answer")
         task = asyncio.create_task(self._serve(tenant, names, message, reply))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

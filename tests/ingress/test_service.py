@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from ingress import answers
 from ingress.answers import Receive, Scope, Send
 from ingress.context import Context
+from ingress.detached import Detached
 from ingress.identity import SCOPE_KEY, Identities
 from ingress.keys import Keys
 from ingress.registrar import Registrar
@@ -63,7 +65,9 @@ def serve(nats_server: Any) -> Callable[[Callable[[Fixture, Services], Awaitable
                 await own.ensure()
                 router, dispatcher = Router(), Dispatcher(own, settings)
                 keys, registrar = Keys(own, settings), Registrar(own, settings)
-                context = Context(settings, router, dispatcher, keys, registrar, lambda: True, Identities(False))
+                context = Context(
+                    settings, router, dispatcher, keys, registrar, lambda: True, Identities(False), Detached(own)
+                )
                 fixture = Fixture(callers, context)
                 found = Services(own, fixture.application, context)
                 await found.start()
@@ -189,5 +193,36 @@ def test_it_takes_no_more_once_it_is_to_stop_and_is_discovered_until_then(serve:
         for subject in (subjects.SERVICE_WHOAMI, "as.acme." + subjects.SERVICE_WHOAMI, "$SRV.PING.headrace"):
             with pytest.raises(Unavailable):
                 await fixture.bus.request(subject)
+
+    serve(work)
+
+
+def test_whatever_is_sent_is_answered_with_a_code_or_is_nobodys(serve: Any) -> None:
+    async def work(fixture: Fixture, found: Services) -> None:
+        dice = random.Random(5)
+        bodies = [b"", b"[" * 100_000, b'{"id":' * 10_000, b"\xff\xfe", b'{"id": 1}', b'{"model": {}}']
+        bodies += [dice.randbytes(dice.randint(1, 60)) for _ in range(40)]
+        asked = [
+            subjects.SERVICE_CANCEL,
+            subjects.SERVICE_ROUTE,
+            subjects.service_jobs("show"),
+            "headrace.x",
+            "headrace.infer",
+        ]
+        for body in bodies:
+            for subject in asked:
+                answer = await fixture.bus.request(subject, body)
+                assert services.error_in(msgspec.json.decode(answer.data)) is not None
+            packed = {"Content-Type": "application/msgpack"}
+            answer = await fixture.bus.request(subjects.service_infer("m"), body, headers=packed)
+            assert answer.headers["Hr-End"] in ("complete", "error")
+        for subject in (
+            "headrace.infer.=",
+            "as.=.headrace.whoami",
+            "as.acme.headrace.infer.=zz",
+            "headrace.infer." + "x" * 999,
+        ):
+            await fixture.bus.publish(subject, b"{}", "tok.local.x")
+        assert (await fixture.ask(subjects.SERVICE_WHOAMI, {}))["tenant"] == "local"
 
     serve(work)
