@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from ingress import answers, openapi
 from ingress.answers import Message, Receive, Scope, Send
@@ -34,6 +35,8 @@ from shared.webhook_secrets import NewSecret, SecretRotation, SecretShown
 
 log = logging.getLogger(__name__)
 
+MODELS_PATH = "/v1/models"
+
 
 class App(FastAPI):
     """FastAPI for everything but inference, which is found first: its routing costs as much as serving a request."""
@@ -49,6 +52,8 @@ class App(FastAPI):
                     await Inference(self._context, family)(scope, receive, send)
                     return
         if scope["type"] == "http":
+            if scope["method"] == "HEAD" and _has_head(scope["path"]):
+                scope = {**scope, "method": "GET"}  # the server sends the head alone
             if self._context.draining:
                 send = _closing(send)
             try:
@@ -60,9 +65,14 @@ class App(FastAPI):
                 return
         await super().__call__(scope, receive, send)
 
+    def family_at(self, path: str) -> Family | None:
+        """The family that serves a POST there."""
+        return next((family for family in self._families if family.serves(path)), None)
+
     def errors_at(self, path: str) -> ErrorShape:
         """How errors look there."""
-        return next((family.errors for family in self._families if family.serves(path)), OPENAI)
+        family = self.family_at(path)
+        return OPENAI if family is None else family.errors
 
     def _let_in(self, scope: Scope) -> None:
         """Everything but what is open to all is somebody's. Raises TooLarge, BadRequest or InvalidApiKey."""
@@ -71,6 +81,11 @@ class App(FastAPI):
         headers, context = dict(scope["headers"]), self._context
         check_declared(headers.get(b"content-length"), context.settings.request_bytes_max)
         scope[SCOPE_KEY] = context.identities.caller_in(scope, time.time())
+
+
+def _has_head(path: str) -> bool:
+    """Whether HEAD is GET without the body there; not where an answer is a stream, or waits for something."""
+    return path in OPEN_PATHS or path.startswith(MODELS_PATH)
 
 
 def _closing(send: Send) -> Send:
@@ -128,6 +143,21 @@ def _answer(error: HeadraceError, shape: ErrorShape = OPENAI) -> Response:
     return response
 
 
+def _methods(app: FastAPI, scope: Scope) -> str:
+    """What may be asked of a path, for the header Allow."""
+    matching = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    found = {method for route in matching for method in route.methods or ()}
+    return ", ".join(sorted(found | ({"HEAD"} if "GET" in found and _has_head(scope["path"]) else set())))
+
+
+def _nearest(app: "App", path: str) -> str:
+    """Where a path that is no route may have been meant to go, for people: a base URL lacks /v1, or ends in a slash."""
+    meant = path.rstrip("/")
+    tried = (meant, f"/v1{meant}")
+    found = next((each for each in tried if each == MODELS_PATH or app.family_at(each) is not None), None)
+    return "" if found is None else f"; there is {found}"
+
+
 async def _known(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
     return _answer(error)
@@ -137,8 +167,11 @@ async def _http(request: Request, error: Exception) -> Response:
     app: App = request.app
     if isinstance(error, HTTPException) and error.status_code == MethodNotAllowed.status:
         refused = MethodNotAllowed(f"{request.method} is not a method of {request.url.path}")
-        return _answer(refused, app.errors_at(request.url.path))
-    return _answer(NotFound(f"there is no route {request.url.path}"))
+        response = _answer(refused, app.errors_at(request.url.path))
+        response.headers["allow"] = _methods(app, request.scope)
+        return response
+    path = request.url.path
+    return _answer(NotFound(f"there is no route {path}{_nearest(app, path)}"))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ import msgspec
 
 from ingress.answers import Receive
 from ingress.decoding import BodyType, decode
-from shared.errors import BadRequest, BodyTimeout, Cancelled, TooLarge
+from shared.errors import BadRequest, BodyTimeout, Cancelled, TooLarge, Unsupported
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -26,6 +26,15 @@ def check_declared(declared: bytes | None, bytes_max: int) -> None:
             raise BadRequest("content-length: not a number")
         if int(declared) > bytes_max:
             raise TooLarge(f"the body has {int(declared)} bytes, the limit is {bytes_max} bytes")
+
+
+def check_encoding(given: bytes | None) -> None:
+    """Raises Unsupported for a Content-Encoding header: bodies are read as they come."""
+    if given is not None and given.strip().lower() not in (b"", b"identity"):
+        named = given.decode("latin-1")
+        raise Unsupported(
+            f"content-encoding: `{named}` is not served; send the body as it is", param="content-encoding"
+        )
 
 
 async def read_body(declared: bytes | None, receive: Receive, bytes_max: int) -> bytes:
@@ -50,6 +59,7 @@ async def read_json(context: "Context", request: "Request", decoder: "msgspec.js
     """The decoded body of a request. Raises Draining, TooLarge, BodyTimeout, Cancelled or BadRequest."""
     context.check_accepting()
     declared = request.headers.get("content-length")
+    check_encoding(request.headers.get("content-encoding", "").encode("latin-1"))
     try:
         async with asyncio.timeout(context.settings.request_read_s):
             raw = await read_body(

@@ -2,7 +2,8 @@
 
 A head is limited in bytes and in time, and so is whatever else is no body (chunk extensions, trailers); requests ahead of their
 answers and connections are counted; what is no HTTP is refused in the one shape of our errors; and when a client leaves,
-every request of its connection learns of it, not only the last one.
+every request of its connection learns of it, not only the last one. To HTTP/1.0, which has no chunks, an answer ends with its
+connection.
 """
 
 import math
@@ -83,6 +84,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._served = cycle
+        if cycle.scope["http_version"] == "1.0":
+            _end_with_connection(cycle)
         super()._start_asgi_task(cycle, app)
 
     def check_head(self, now: float) -> None:
@@ -107,3 +110,15 @@ class Connection(HttpToolsProtocol):
             lines = [b"%b: %b\r\n" % header for header in [*headers, (b"connection", b"close")]]
             self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", data]))
         self.transport.close()
+
+
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Have the answer of `cycle` written as it is: uvicorn would write one of unknown length in chunks."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def sending(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))  # so much is left to write, whatever still comes
+        await send(message)
+
+    cycle.send = sending  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ import msgspec
 from ingress import answers, preferences
 from ingress.answers import Receive, Scope, Send
 from ingress.asked import PIN, SESSION, Asked, admit, resolve
-from ingress.body import check_declared, read_body
+from ingress.body import check_declared, check_encoding, read_body
 from ingress.context import Context
 from ingress.decoding import decode
 from ingress.detached import Order, admit_detached
@@ -42,6 +42,7 @@ class Inference(Exchange):
         context.check_accepting()
         check_declared(headers.get(b"content-length"), settings.request_bytes_max)
         self._caller = caller = context.identities.caller_in(scope, time.time())
+        check_encoding(headers.get(b"content-encoding"))
         self._client_until = self._started + settings.request_read_s
         raw = await read_body(headers.get(b"content-length"), receive, settings.request_bytes_max)
         self._client_until = float("inf")

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from ingress.app import build_app
 from ingress.connection import Connection
 from ingress.context import Context
+from ingress.cors import allow_pages
 from ingress.detached import Detached
 from ingress.identity import Identities
 from ingress.keys import Keys
@@ -101,7 +102,7 @@ def allow_connections(settings: Settings) -> Settings:
 
 
 def make_server(context: Context, application: FastAPI) -> Server:
-    """An HTTP server of `context` that is not started yet. Raises SettingsError for a certificate that cannot be used."""
+    """An HTTP server of `context` that is not started yet. Raises SettingsError for a certificate or origins of no use."""
     settings = context.settings
     if settings.http_tls_cert or settings.http_tls_key:
         tls.check_pair(settings.http_tls_cert, settings.http_tls_key, "http_tls")
@@ -110,7 +111,7 @@ def make_server(context: Context, application: FastAPI) -> Server:
         )
     return Server(
         uvicorn.Config(
-            application,
+            allow_pages(application, settings),
             http=partial(Connection, settings),  # type: ignore[arg-type]  # it is called, and nothing else
             ws="none",
             lifespan="off",

@@ -128,7 +128,7 @@ class Body(NotServed, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT_MAX)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -186,15 +186,17 @@ class Body(NotServed, kw_only=True):
 
 
 class Part(msgspec.Struct):
-    """A piece of a message's content; only text is served."""
+    """A piece of a message's content; text is served, and in the assistant's own turns a refusal, which is text too."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Message(msgspec.Struct):
     role: Role
     content: str | list[Part] | None = None
+    refusal: str | None = None  # what the assistant said instead
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -327,17 +329,19 @@ def _content(message: Message, path: str) -> str | None:
     if isinstance(content, str):
         return content
     if content is None:
-        if message.role == "assistant" and message.tool_calls:
-            return None
+        if message.role == "assistant":  # as SDKs gather an answer of no text, and send it back
+            return message.refusal or (None if message.tool_calls else "")
         raise BadRequest(f"{path}.content: a message of role {message.role} needs content", param=f"{path}.content")
     texts = []
     for index, part in enumerate(content):
         where = f"{path}.content[{index}]"
-        if part.type != "text":
+        refused = part.type == "refusal" and message.role == "assistant"
+        if part.type != "text" and not refused:
             raise Unsupported(f"{where}: only text parts are served, not `{part.type}`", param=where)
-        if part.text is None:
-            raise BadRequest(f"{where}.text: missing", param=f"{where}.text")
-        texts.append(part.text)
+        text = part.refusal if refused else part.text
+        if text is None:
+            raise BadRequest(f"{where}.{part.type}: missing", param=f"{where}.{part.type}")
+        texts.append(text)
     return "".join(texts)
 
 

@@ -12,6 +12,7 @@ from shared.tools import MARKS
 from shared.wire import Input, Sampling
 
 SEED_BITS = 64
+TOP_P_MIN = 1e-9  # what 0 stands for: the likeliest token alone
 
 
 def refuse_not_served(body: Body) -> None:
@@ -37,7 +38,7 @@ def to_sampling(body: Body, version: Version, settings: Settings) -> Sampling:
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
         top_k=max(body.top_k or 0, 0),  # -1 is off, too
         min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,

@@ -38,6 +38,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_linger_s: float = 2.0  # of a drain: how long connections are still taken, for who has not noticed yet
     insecure: bool = False  # serve HTTP without keys on an address that other hosts can reach
     require_keys: bool = False  # of every request over HTTP, other than for liveness, metrics and documentation
+    cors_origins: str = (
+        ""  # web pages of these origins may call, e.g. "https://app.example, http://localhost:3000"; "*": any
+    )
     http_tls_cert: str = ""  # a file with the certificate and its chain, PEM; "": HTTP without TLS
     http_tls_key: str = ""  # a file with its private key
     nats_url: str = "nats://127.0.0.1:4222"  # or tls://

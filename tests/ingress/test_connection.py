@@ -126,6 +126,24 @@ def test_requests_ahead_of_their_answers_are_answered_in_order(front: Any, raw: 
         assert client.received.index(b"[DONE]") < client.received.index(b'"ok"') < client.received.rindex(b"[DONE]")
 
 
+def test_to_http_1_0_an_answer_ends_with_its_connection(front: Any, raw: Callable[..., Any], make: Any) -> None:
+    front.dispatcher.answer = make.says("Hel", "lo")
+    for line, body in ((LINE, BODY), (LINE, BODY.replace(b"true", b"false")), (b"GET /v1/models HTTP/1.1\r\n", b"")):
+        asked = line + b"content-length: %d\r\n" % len(body)
+        with raw(front.port, asked + b"connection: close\r\n\r\n" + body) as client:
+            newer = client.read_to_end()
+        with raw(front.port, asked.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + body) as client:
+            head, _, told = client.read_to_end().partition(b"\r\n\r\n")
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        if b"transfer-encoding" in newer:
+            assert told.startswith(b"data: {")
+            assert told.endswith(b"data: [DONE]\n\n")
+        else:
+            assert int(head.partition(b"content-length: ")[2].split()[0]) == len(told)
+            assert json.loads(told)
+
+
 def test_a_client_that_leaves_is_noticed_by_every_request_of_its_connection(
     front: Any, raw: Callable[..., Any], make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

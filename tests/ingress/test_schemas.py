@@ -97,6 +97,26 @@ def test_null_is_the_default_and_harmless_fields_are_accepted() -> None:
     assert msgspec.structs.replace(given("chat", **(nulls | harmless))[1], seed=0) == Sampling()
 
 
+def test_an_answer_of_no_text_may_be_sent_back() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for said, content in (
+        ({"content": None}, ""),
+        ({"content": None, "refusal": None, "tool_calls": []}, ""),
+        ({}, ""),
+        ({"content": []}, ""),
+        ({"content": None, "refusal": "I won't."}, "I won't."),
+        ({"content": [{"type": "refusal", "refusal": "I "}, {"type": "text", "text": "won't."}]}, "I won't."),
+        ({"content": None, "tool_calls": [call]}, None),
+    ):
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", **said}, {"role": "user", "content": "y"}]
+        messages = given("chat", messages=turns)[0].messages or []
+        assert messages[1].content == content
+
+
+def test_a_top_p_of_0_is_the_likeliest_token_alone() -> None:
+    assert 0 < given("chat", top_p=0)[1].top_p < 1e-6
+
+
 @pytest.mark.parametrize(
     ("fields", "max_tokens"),
     [
@@ -337,7 +357,6 @@ def test_what_is_not_json_is_refused(raw: bytes, words: str) -> None:
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
 
 
-ASSISTANT_WITHOUT = [{"role": "assistant", "content": None}]
 IMAGE = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}]}]
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -366,7 +385,13 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ),
     ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "got `int`"),
     ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
-    ("chat", {"messages": ASSISTANT_WITHOUT}, "messages[0].content", "needs content"),
+    ("chat", {"messages": [{"role": "user", "content": None, "refusal": "x"}]}, "messages[0].content", "needs content"),
+    (
+        "chat",
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]},
+        "messages[0].content[0].refusal",
+        "missing",
+    ),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "missing"),
     ("chat", {"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type", "missing"),
     ("chat", {"stream": "yes"}, "stream", "expected `bool | null`, got `str`"),
@@ -383,7 +408,7 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ("chat", {"temperature": -0.1}, "temperature", ">= 0"),
     ("chat", {"temperature": 2.1}, "temperature", "<= 2"),
     ("chat", {"temperature": True}, "temperature", "got `bool`"),
-    ("chat", {"top_p": 0}, "top_p", "> 0"),
+    ("chat", {"top_p": -0.1}, "top_p", ">= 0"),
     ("chat", {"top_p": 1.1}, "top_p", "<= 1"),
     ("chat", {"top_k": -2}, "top_k", ">= -1"),
     ("chat", {"min_p": 1.1}, "min_p", "<= 1"),
@@ -521,6 +546,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("infer", {"n": 2}, "n"),
     ("chat", {"messages": IMAGE}, "messages[0].content[1]"),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
+        "messages[0].content[0]",
+    ),
 ]
 
 
