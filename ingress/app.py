@@ -7,10 +7,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 
 from ingress import answers, openapi
-from ingress.answers import Message, Receive, Scope, Send
+from ingress.answers import Headers, Message, Receive, Scope, Send
 from ingress.body import check_declared
 from ingress.context import Context
 from ingress.error_shapes import OPENAI, ErrorShape
@@ -24,6 +24,7 @@ from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.infer import Infer
 from ingress.routes.messages import CountTokens, Messages
+from shared import wire
 from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, HeadraceError, Internal, MethodNotAllowed, NotFound
 from shared.rollouts import NewDeployment
@@ -36,6 +37,7 @@ from shared.webhook_secrets import NewSecret, SecretRotation, SecretShown
 log = logging.getLogger(__name__)
 
 MODELS_PATH = "/v1/models"
+METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")  # and HEAD
 
 
 class App(FastAPI):
@@ -54,12 +56,13 @@ class App(FastAPI):
         if scope["type"] == "http":
             if scope["method"] == "HEAD" and _has_head(scope["path"]):
                 scope = {**scope, "method": "GET"}  # the server sends the head alone
-            if self._context.draining:
-                send = _closing(send)
+            shape = self.errors_at(scope["path"])
+            identity = answers.request_id(dict(scope["headers"]).get(b"x-request-id"), wire.new_id())
+            send = self._with_head(send, [(name, identity) for name in shape.id_headers])
             try:
                 self._let_in(scope)
             except HeadraceError as error:
-                data, headers = answers.error_answer(error, self.errors_at(scope["path"]).body(error, ""))
+                data, headers = answers.error_answer(error, shape.body(error, identity.decode("ascii")))
                 await send(answers.start(error.status, headers))
                 await send(answers.body(data))
                 return
@@ -74,6 +77,23 @@ class App(FastAPI):
         family = self.family_at(path)
         return OPENAI if family is None else family.errors
 
+    def _with_head(self, send: Send, identity: Headers) -> Send:
+        """`send`, with what every answer's head has; an inference that is resumed has it already."""
+        started = time.monotonic()
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = message["headers"]
+                if not any(name == b"x-request-id" for name, _ in given):
+                    milliseconds = int((time.monotonic() - started) * 1000)
+                    given = [*given, *identity, (b"openai-processing-ms", b"%d" % milliseconds)]
+                if self._context.draining:
+                    given = [*given, (b"connection", b"close")]
+                message["headers"] = given
+            await send(message)
+
+        return sending
+
     def _let_in(self, scope: Scope) -> None:
         """Everything but what is open to all is somebody's. Raises TooLarge, BadRequest or InvalidApiKey."""
         if scope["path"] in OPEN_PATHS:
@@ -86,17 +106,6 @@ class App(FastAPI):
 def _has_head(path: str) -> bool:
     """Whether HEAD is GET without the body there; not where an answer is a stream, or waits for something."""
     return path in OPEN_PATHS or path.startswith(MODELS_PATH)
-
-
-def _closing(send: Send) -> Send:
-    """`send`, for the last answer on its connection."""
-
-    async def closing(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"connection", b"close")]
-        await send(message)
-
-    return closing
 
 
 def build_app(context: Context) -> FastAPI:
@@ -145,9 +154,12 @@ def _answer(error: HeadraceError, shape: ErrorShape = OPENAI) -> Response:
 
 def _methods(app: FastAPI, scope: Scope) -> str:
     """What may be asked of a path, for the header Allow."""
-    matching = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
-    found = {method for route in matching for method in route.methods or ()}
-    return ", ".join(sorted(found | ({"HEAD"} if "GET" in found and _has_head(scope["path"]) else set())))
+    found = [
+        method
+        for method in METHODS
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in app.routes)
+    ]
+    return ", ".join([*found, *(["HEAD"] if "GET" in found and _has_head(scope["path"]) else [])])
 
 
 def _nearest(app: "App", path: str) -> str:

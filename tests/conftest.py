@@ -312,6 +312,17 @@ def own_stack(tmp_path: Path) -> Iterator[LocalStack]:
 
 
 @pytest.fixture(scope="session")
+def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An `e2e.conftest.Stack` with the demo model that the whole run shares. Leave it idle."""
+    from .e2e.conftest import Stack, ended
+
+    stack = Stack(tmp_path_factory.mktemp("demo-stack") / "data")
+    stack.up("--port", "0")  # with the demo model, as a newcomer starts it
+    yield stack
+    ended(stack)
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory that loads in no time: a Llama of two layers with random weights, a byte-level tokenizer."""
     import torch

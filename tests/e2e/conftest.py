@@ -201,15 +201,6 @@ def ended(stack: Stack) -> None:
     wait_for(lambda: not stack.processes(), 20, "the end of every process")
 
 
-@pytest.fixture(scope="session")
-def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack with the demo model that the whole run shares. Leave it idle."""
-    stack = Stack(tmp_path_factory.mktemp("demo-stack") / "data")
-    stack.up("--port", "0")  # with the demo model, as a newcomer starts it
-    yield stack
-    ended(stack)
-
-
 @pytest.fixture
 def fresh_stack(tmp_path: Path) -> Iterator[Stack]:
     """A stack of this test alone, without the demo model."""

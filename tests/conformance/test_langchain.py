@@ -1,0 +1,138 @@
+"""LangChain's ChatOpenAI drives the demo model: invoke, stream, batch, tools, structured output, async, usage.
+
+As its documentation says of `langchain_openai.ChatOpenAI` with a `base_url` of one's own.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+from langchain_openai import ChatOpenAI, OpenAI
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.model,
+    # of LangChain's own: it serialises what the SDK parsed
+    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
+]
+
+QUESTION = "What is the capital of France?"
+
+
+class Trip(pydantic.BaseModel):
+    """A trip."""
+
+    city: Literal["Rome", "Oslo"]
+    days: Literal[1, 2, 3]
+
+
+def weather(city: Literal["Rome", "Oslo"]) -> str:
+    """Weather of a city."""
+    return f"21 degrees in {city}"
+
+
+@pytest.fixture(scope="module")
+def url(demo_stack: Any) -> Iterator[str]:
+    yield demo_stack.url + "/v1"
+    demo_stack.idle()
+
+
+@pytest.fixture(scope="module")
+def chat(url: str) -> ChatOpenAI:
+    given: Any = {"base_url": url, "api_key": "none", "max_retries": 0, "stream_usage": True, "max_tokens": 80}
+    return ChatOpenAI(model="smollm2", temperature=0, **given)
+
+
+def gathered(chunks: list[Any]) -> AIMessageChunk:
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    assert isinstance(whole, AIMessageChunk)
+    return whole
+
+
+def test_invoke_and_stream(chat: ChatOpenAI) -> None:
+    turns = [SystemMessage("You are brief."), HumanMessage(QUESTION, name="Ada")]
+    plain = chat.invoke(turns, max_tokens=8)
+    assert plain.text
+    chunks = list(chat.stream(turns, max_tokens=8))
+    whole = gathered(chunks)
+    assert len(chunks) > 3
+    assert whole.text == plain.text
+    assert plain.usage_metadata is not None
+    assert whole.usage_metadata is not None
+    for name in ("input_tokens", "output_tokens", "total_tokens"):
+        assert whole.usage_metadata[name] == plain.usage_metadata[name]  # type: ignore[literal-required]
+    assert whole.response_metadata["finish_reason"] == plain.response_metadata["finish_reason"] == "length"
+    again = chat.invoke([*turns, plain, HumanMessage("And of Italy?")], max_tokens=8)
+    assert again.text
+    scored = chat.bind(logprobs=True, top_logprobs=2, max_tokens=3).invoke(QUESTION)
+    assert len(scored.response_metadata["logprobs"]["content"]) == 3
+    cut = chat.invoke(QUESTION, stop=["Paris"])
+    assert "Paris" not in cut.text
+    assert cut.response_metadata["finish_reason"] == "stop"
+
+
+def test_tools(chat: ChatOpenAI) -> None:
+    bound = chat.bind_tools([weather], tool_choice="weather", strict=True)
+    first = bound.invoke("What is the weather in Rome?")
+    assert isinstance(first, AIMessage)
+    [call] = first.tool_calls
+    assert (call["name"], call["args"]["city"] in ("Rome", "Oslo")) == ("weather", True)
+    whole = gathered(list(bound.stream("What is the weather in Rome?")))
+    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [(call["name"], call["args"])]
+    assert whole.tool_calls[0]["id"]
+    turns = [
+        HumanMessage("What is the weather in Rome?"),
+        first,
+        ToolMessage(weather(**call["args"]), tool_call_id=call["id"]),
+    ]
+    assert chat.bind_tools([weather], tool_choice="none").invoke(turns, max_tokens=8).text
+    [required] = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False).invoke("Weather?").tool_calls  # type: ignore[attr-defined]
+    assert required["name"] == "weather"
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output(chat: ChatOpenAI, method: Any) -> None:
+    structured = chat.with_structured_output(Trip, method=method, include_raw=True)
+    told: Any = structured.invoke("Plan a trip.")
+    assert told["parsing_error"] is None
+    assert isinstance(told["parsed"], Trip)
+    streamed = list(chat.with_structured_output(Trip, method=method).stream("Plan a trip."))
+    assert streamed[-1] == told["parsed"]
+
+
+def test_batch_and_async(chat: ChatOpenAI) -> None:
+    answers = chat.batch([QUESTION] * 4, max_tokens=8)
+    assert all("Paris" in answer.text for answer in answers)
+
+    async def ask() -> None:
+        plain = await chat.ainvoke(QUESTION, max_tokens=8)
+        whole = gathered([chunk async for chunk in chat.astream(QUESTION, max_tokens=8)])
+        assert whole.text == plain.text
+        both = await chat.abatch([QUESTION] * 2, max_tokens=8)
+        assert [answer.text for answer in both] == [plain.text] * 2
+
+    asyncio.run(ask())
+
+
+def test_completions(url: str) -> None:
+    given: Any = {"base_url": url, "api_key": "none", "max_retries": 0, "max_tokens": 3, "temperature": 0}
+    text = OpenAI(model="smollm2", **given)
+    assert "four" in text.invoke("One, two, three,")
+    assert "".join(text.stream("One, two, three,")) == text.invoke("One, two, three,")
+    assert len(text.generate(["One, two, three,", "Red, green,"]).generations) == 2
+
+
+def test_errors(chat: ChatOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        chat.invoke(QUESTION, model="nobody")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="8192"):
+        list(chat.stream("word " * 9000))
+    assert json.loads(missing.value.response.text)["error"]["param"] == "model"
