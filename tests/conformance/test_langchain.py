@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -43,9 +44,20 @@ def url(demo_stack: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def chat(url: str) -> ChatOpenAI:
-    given: Any = {"base_url": url, "api_key": "none", "max_retries": 0, "stream_usage": True, "max_tokens": 80}
-    return ChatOpenAI(model="smollm2", temperature=0, **given)
+def given(url: str) -> dict[str, Any]:
+    return {"model": "smollm2", "base_url": url, "api_key": "none", "max_retries": 0, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def connections() -> Iterator[httpx.Client]:
+    """LangChain closes none of its own."""
+    with httpx.Client(timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def chat(given: dict[str, Any], connections: httpx.Client) -> ChatOpenAI:
+    return ChatOpenAI(**given, max_tokens=80, stream_usage=True, http_client=connections)
 
 
 def gathered(chunks: list[Any]) -> AIMessageChunk:
@@ -107,23 +119,26 @@ def test_structured_output(chat: ChatOpenAI, method: Any) -> None:
     assert streamed[-1] == told["parsed"]
 
 
-def test_batch_and_async(chat: ChatOpenAI) -> None:
+def test_batch(chat: ChatOpenAI) -> None:
     answers = chat.batch([QUESTION] * 4, max_tokens=8)
     assert all("Paris" in answer.text for answer in answers)
 
+
+def test_async(given: dict[str, Any], connections: httpx.Client) -> None:
     async def ask() -> None:
-        plain = await chat.ainvoke(QUESTION, max_tokens=8)
-        whole = gathered([chunk async for chunk in chat.astream(QUESTION, max_tokens=8)])
-        assert whole.text == plain.text
-        both = await chat.abatch([QUESTION] * 2, max_tokens=8)
-        assert [answer.text for answer in both] == [plain.text] * 2
+        async with httpx.AsyncClient(timeout=120) as client:
+            chat = ChatOpenAI(**given, max_tokens=8, http_client=connections, http_async_client=client)
+            plain = await chat.ainvoke(QUESTION)
+            assert "Paris" in plain.text
+            assert gathered([chunk async for chunk in chat.astream(QUESTION)]).text == plain.text
+            both = await chat.abatch([QUESTION] * 2)
+            assert all("Paris" in answer.text for answer in both)
 
     asyncio.run(ask())
 
 
-def test_completions(url: str) -> None:
-    given: Any = {"base_url": url, "api_key": "none", "max_retries": 0, "max_tokens": 3, "temperature": 0}
-    text = OpenAI(model="smollm2", **given)
+def test_completions(given: dict[str, Any], connections: httpx.Client) -> None:
+    text = OpenAI(**given, max_tokens=3, http_client=connections)
     assert "four" in text.invoke("One, two, three,")
     assert "".join(text.stream("One, two, three,")) == text.invoke("One, two, three,")
     assert len(text.generate(["One, two, three,", "Red, green,"]).generations) == 2
