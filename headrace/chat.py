@@ -1,8 +1,10 @@
 """`headrace chat`: a conversation in the terminal, streamed from the ingress."""
 
+import contextlib
 import json
 import signal
 import sys
+import time
 from typing import Any
 
 import httpx
@@ -10,28 +12,34 @@ import httpx
 from shared.errors import HeadraceError, Unavailable, by_code
 
 CONNECT_TIMEOUT_S = 5.0
+HEAD_HELD_S = 1.0  # an ingress that has no token by then begins its answer without one
+
+Messages = list[dict[str, str]]
 
 
-def chat(url: str, model: str, message: str | None, sampling: dict[str, Any], key: str | None) -> None:
+def chat(
+    url: str, model: str, message: str | None, system: str | None, sampling: dict[str, Any], key: str | None
+) -> None:
     """Answer `message`, or talk until Ctrl-D. `sampling` goes into each request as it is; `key` is an API key.
 
     Raises HeadraceError when a single answer cannot be had.
     """
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     headers = {"authorization": f"Bearer {key}"} if key else {}
+    before: Messages = [] if system is None else [{"role": "system", "content": system}]
     with httpx.Client(base_url=url, timeout=timeout, headers=headers) as client:
-        if message is not None or not sys.stdin.isatty():
-            text = message if message is not None else sys.stdin.read()
-            _answer(client, model, [{"role": "user", "content": text}], sampling)
+        if message is not None:
+            _answer(client, model, [*before, {"role": "user", "content": message}], sampling, [])
             return
         # a shell that started us in the background left SIGINT ignored, and Python leaves it so
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        with contextlib.suppress(ImportError):  # then lines are not edited, and not called back
+            import readline  # noqa: F401
         print(f"{model} at {url}; Ctrl-C stops an answer, Ctrl-D ends")
-        _converse(client, model, sampling)
+        _converse(client, model, before, sampling)
 
 
-def _converse(client: httpx.Client, model: str, sampling: dict[str, Any]) -> None:
-    messages: list[dict[str, str]] = []
+def _converse(client: httpx.Client, model: str, messages: Messages, sampling: dict[str, Any]) -> None:
     while True:
         try:
             text = input("> ").strip()
@@ -41,47 +49,66 @@ def _converse(client: httpx.Client, model: str, sampling: dict[str, Any]) -> Non
         if not text:
             continue
         asked = [*messages, {"role": "user", "content": text}]
+        said: list[str] = []
         try:
-            messages = [*asked, {"role": "assistant", "content": _answer(client, model, asked, sampling)}]
+            _answer(client, model, asked, sampling, said)
         except KeyboardInterrupt:
             print(" [stopped]")
         except HeadraceError as error:
             print(f"error: {error}", file=sys.stderr)
+        if said:  # what came of an answer belongs to the conversation
+            messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
 
-def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], sampling: dict[str, Any]) -> str:
-    """Print one answer as it comes; its text. A stream that ends without [DONE] is an error."""
+def _answer(client: httpx.Client, model: str, messages: Messages, sampling: dict[str, Any], said: list[str]) -> None:
+    """Print one answer as it comes, and append its pieces to `said`. A stream that ends without [DONE] is an error."""
     body: dict[str, Any] = {"model": model, "messages": messages, "stream": True, **sampling}
-    answer, told = "", False
+    asked, finish = time.monotonic(), None
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
-                raise _error(response.json())
+                raise _refusal(response)
+            if time.monotonic() - asked >= HEAD_HELD_S:
+                _note("waiting for the first word; a worker may have to start")
             for line in response.iter_lines():
                 data = line.removeprefix("data: ")
                 if data == "[DONE]":
                     print()
-                    return answer
+                    if finish == "length":
+                        _note("cut: --max-tokens allows more")
+                    return
                 if data == line:  # a keepalive comment, or the empty line after an event
-                    if line.startswith(":") and not (answer or told) and sys.stderr.isatty():
-                        told = True
-                        print("(waiting for a worker to start)", file=sys.stderr)
                     continue
                 event = json.loads(data)
                 if "error" in event:
-                    if answer:
+                    if said:
                         print()
                     raise _error(event)
                 for choice in event["choices"]:
-                    text = choice["delta"].get("content") or ""
-                    answer += text
-                    print(text, end="", flush=True)
+                    finish = choice.get("finish_reason") or finish
+                    if text := choice["delta"].get("content"):
+                        said.append(text)
+                        print(text, end="", flush=True)
     except (httpx.HTTPError, json.JSONDecodeError) as error:
         raise Unavailable(f"{client.base_url} cannot be reached or broke off: {error}") from error
     raise Unavailable(f"{client.base_url} ended the answer before it was complete")
 
 
+def _note(text: str) -> None:
+    """Tell a person who watches something that is not of the answer."""
+    if sys.stderr.isatty():
+        print(f"({text})", file=sys.stderr)
+
+
+def _refusal(response: httpx.Response) -> HeadraceError:
+    """What an answer of another status says; something in between may have given it."""
+    try:
+        return _error(response.json())
+    except (json.JSONDecodeError, AttributeError):
+        return Unavailable(f"{response.url} answered {response.status_code}: {response.text[:200].strip()}")
+
+
 def _error(body: dict[str, Any]) -> HeadraceError:
-    error = body.get("error", {})
+    error = body["error"] if isinstance(body.get("error"), dict) else {}
     return by_code(error.get("code", ""), error.get("message", str(body)))

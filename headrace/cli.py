@@ -106,16 +106,20 @@ def chat(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="MODEL, MODEL@VERSION or MODEL@ALIAS.")],
     message: Annotated[str | None, typer.Option("--message", "-m", help="Ask this one thing and end.")] = None,
+    system: Annotated[str | None, typer.Option("--system", "-s", help="What the model is told before.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = 0.0,
 ) -> None:
-    """Talk to a model in the terminal."""
+    """Talk to a model in the terminal; what is piped in is asked as one message."""
     from headrace.chat import chat as talk
 
+    hint = "--message"
+    if message is None and not sys.stdin.isatty():
+        message, hint = sys.stdin.read(), "standard input"
     if message is not None and not message.strip():
-        raise typer.BadParameter("there is nothing in it to answer", param_hint="--message")
+        raise typer.BadParameter("there is nothing in it to answer", param_hint=hint)
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
-    talk(_globals(context).http_url(), model, message, sampling, _globals(context).key)
+    talk(_globals(context).http_url(), model, message, system, sampling, _globals(context).key)
 
 
 @app.command()

@@ -57,8 +57,71 @@ def test_an_error_is_on_a_line_of_its_own(begun: str, printed: str, capsys: pyte
         ) as client,
         pytest.raises(HeadraceError, match="cannot be served"),
     ):
-        chat._answer(client, "m", [], {})
+        chat._answer(client, "m", [], {}, [])
     assert capsys.readouterr().out == printed
+
+
+def test_a_refusal_that_is_not_ours_is_told_as_it_came() -> None:
+    for given, words in (
+        (httpx.Response(502, text="<h1>Bad gateway</h1>"), "answered 502: <h1>Bad gateway"),
+        (httpx.Response(500, json=["no"]), "answered 500"),
+        (httpx.Response(404, json={"detail": "Not Found"}), "Not Found"),
+        (httpx.Response(400, json={"error": "no such thing"}), "no such thing"),
+    ):
+        with (
+            httpx.Client(base_url="http://i", transport=httpx.MockTransport(lambda _, given=given: given)) as client,
+            pytest.raises(HeadraceError, match=words),
+        ):
+            chat._answer(client, "m", [], {}, [])
+
+
+def test_a_conversation_remembers_what_was_said_of_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, stopped by Ctrl-C, broken off by an error, refused: the model is shown what there was of it."""
+    sent: list[Any] = []
+    lines = iter(["one", "two", "three", "four", "five"])
+
+    def typed(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    def stream(*parts: str | type[BaseException]) -> Iterator[bytes]:
+        for part in parts:
+            if not isinstance(part, str):
+                raise part
+            yield b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % part.encode()
+        yield b"data: [DONE]\n\n"
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append([message["content"] for message in json.loads(request.content)["messages"]])
+        parts = {
+            "one": stream("a", "b"),
+            "two": stream("c", KeyboardInterrupt),
+            "three": stream(KeyboardInterrupt),
+            "four": None,
+        }.get(sent[-1][-1], stream("e"))
+        return httpx.Response(503, json={"error": {}}) if parts is None else httpx.Response(200, content=parts)
+
+    monkeypatch.setattr("builtins.input", typed)
+    with httpx.Client(base_url="http://ingress", transport=httpx.MockTransport(answer)) as client:
+        chat._converse(client, "m", [{"role": "system", "content": "Be brief."}], {})
+    assert sent[0] == ["Be brief.", "one"]
+    assert sent[-1] == ["Be brief.", "one", "ab", "two", "c", "five"]
+
+
+@pytest.mark.e2e
+def test_piped_in_and_told_before(stack: Any) -> None:
+    stack.push("sim:zero", "piped")
+    command = stack.command("chat", "piped", "--system", "You are brief.", "--max-tokens", "5")
+    asked = {"env": stack.env, "capture_output": True, "text": True, "check": False, "timeout": 60}
+    ran = subprocess.run(command, input="hello", **asked)
+    assert (ran.returncode, bool(ran.stdout.strip()), ran.stderr) == (0, True, "")
+    empty = subprocess.run(command, input=" \n", **asked)
+    assert (empty.returncode, empty.stdout) == (2, "")
+    assert "nothing in it to answer" in empty.stderr
+    unknown = subprocess.run(stack.command("chat", "nobody"), input="hello", **asked)
+    assert (unknown.returncode, unknown.stderr) == (1, "headrace: the model `nobody` does not exist\n")
 
 
 @pytest.fixture
