@@ -79,7 +79,7 @@ def test_invoke_and_stream(chat: ChatOpenAI) -> None:
     assert plain.usage_metadata is not None
     assert whole.usage_metadata is not None
     for name in ("input_tokens", "output_tokens", "total_tokens"):
-        assert whole.usage_metadata[name] == plain.usage_metadata[name]  # type: ignore[literal-required]
+        assert whole.usage_metadata[name] == plain.usage_metadata[name]
     assert whole.response_metadata["finish_reason"] == plain.response_metadata["finish_reason"] == "length"
     again = chat.invoke([*turns, plain, HumanMessage("And of Italy?")], max_tokens=8)
     assert again.text
@@ -105,7 +105,7 @@ def test_tools(chat: ChatOpenAI) -> None:
         ToolMessage(weather(**call["args"]), tool_call_id=call["id"]),
     ]
     assert chat.bind_tools([weather], tool_choice="none").invoke(turns, max_tokens=8).text
-    [required] = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False).invoke("Weather?").tool_calls  # type: ignore[attr-defined]
+    [required] = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False).invoke("Weather?").tool_calls
     assert required["name"] == "weather"
 
 
