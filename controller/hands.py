@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 from controller.faults import point
 from controller.fleet import Kill, Plan, Told
-from controller.leader import Leadership
 from controller.observer import Observer, VersionKey
 from controller.placement import NO_VERSION, Drain, Give, Start
 from controller.scalers.base import Scaler
 from controller.starts import Failure
 from shared import subjects, wire
 from shared.bus import Bus
+from shared.leadership import Leadership
 from shared.settings import Settings
 from shared.wire import Assign
 

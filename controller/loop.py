@@ -17,7 +17,6 @@ from controller.expiries import Expiries
 from controller.faults import point
 from controller.fleet import Member, Plan
 from controller.hands import Hands
-from controller.leader import Leadership
 from controller.leftover_inputs import LeftoverInputs
 from controller.metrics import Metrics, VersionView
 from controller.observer import HINT_S, Observer, VersionKey
@@ -34,6 +33,7 @@ from controller.webhooks import Webhooks
 from shared.bus import Bus
 from shared.config import engine_digest
 from shared.errors import Unavailable
+from shared.leadership import CONTROLLER, Leadership
 from shared.records import Route
 from shared.settings import Settings
 
@@ -56,7 +56,7 @@ class Controller:
         self._metrics = metrics
         self._policy = policy_of(settings)
         self.observer = Observer(bus, settings)
-        self.leader = Leadership(bus, settings.leader_ttl_s, self.wake)
+        self.leader = Leadership(bus, CONTROLLER, settings.leader_ttl_s, self.wake)
         self._versions = Versions(bus, self.observer, settings, verify)
         self._rollouts = Rollouts(bus, self.leader, self._policy, metrics, self.wake)
         self._starts: defaultdict[VersionKey, Starts] = defaultdict(Starts)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from controller.autoscaler import Policy, VersionFacts
 from controller.faults import point
 from controller.fleet import Member
-from controller.leader import Leadership
 from controller.metrics import Metrics
 from controller.observer import VersionKey
 from controller.orphans import rehome_orphans
@@ -24,6 +23,7 @@ from shared import deployments, rollouts, subjects
 from shared.bus import Bus
 from shared.errors import Internal, QueueFull, Unavailable
 from shared.keyvalue import Watch
+from shared.leadership import Leadership
 from shared.records import ROUTES, Route, Version
 from shared.rollouts import Deployment, Progress, VersionProgress
 

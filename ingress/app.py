@@ -11,19 +11,30 @@ from starlette.routing import Match
 
 from ingress import answers, openapi
 from ingress.answers import Headers, Message, Receive, Scope, Send
+from ingress.batches.views import BatchEntry, BatchList, NewBatch
 from ingress.body import check_declared
 from ingress.context import Context
 from ingress.error_shapes import OPENAI, ErrorShape
+from ingress.families import BATCHED, FAMILIES
 from ingress.family import Family
+from ingress.files.upload import FORM_BYTES
 from ingress.identity import OPEN_PATHS, SCOPE_KEY
 from ingress.inference import Inference
 from ingress.job_views import Deleted, JobPage, JobView, NewJob
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
-from ingress.routes import deployments, health, jobs, models, registry, streams, tenants, usage, webhooks
-from ingress.routes.chat import Chat
-from ingress.routes.completions import Completions
-from ingress.routes.infer import Infer
-from ingress.routes.messages import CountTokens, Messages
+from ingress.routes import (
+    batches,
+    deployments,
+    files,
+    health,
+    jobs,
+    models,
+    registry,
+    streams,
+    tenants,
+    usage,
+    webhooks,
+)
 from shared import wire
 from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, HeadraceError, Internal, MethodNotAllowed, NotFound
@@ -99,7 +110,10 @@ class App(FastAPI):
         if scope["path"] in OPEN_PATHS:
             return
         headers, context = dict(scope["headers"]), self._context
-        check_declared(headers.get(b"content-length"), context.settings.request_bytes_max)
+        is_upload = scope["method"] == "POST" and scope["path"] == files.FILES
+        settings = context.settings
+        bytes_max = settings.file_bytes_max + FORM_BYTES if is_upload else settings.request_bytes_max
+        check_declared(headers.get(b"content-length"), bytes_max)
         scope[SCOPE_KEY] = context.identities.caller_in(scope, time.time())
 
 
@@ -110,7 +124,7 @@ def _has_head(path: str) -> bool:
 
 def build_app(context: Context) -> FastAPI:
     """The application of one ingress process."""
-    families: tuple[Family, ...] = (Chat(), Completions(), Infer(), Messages(), CountTokens())
+    families = FAMILIES
     app = App(context, families)
     for family in families:
         _document(app, context, family)
@@ -118,6 +132,8 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(deployments.router(context))
     app.include_router(tenants.router(context))
     app.include_router(usage.router(context))
+    app.include_router(files.router(context, context.files))
+    app.include_router(batches.router(context, context.files, BATCHED))
     app.include_router(models.router(context))
     app.include_router(streams.router(context, families))
     app.include_router(jobs.router(context, families))
@@ -128,6 +144,7 @@ def build_app(context: Context) -> FastAPI:
     others += [Changes, VersionConfig, NewDeployment, DeploymentEntry, DeploymentDetail]
     others += [UsageSum, NewTenant, TenantChanges, TenantEntry, NewKey, Rotation, KeyEntry, IssuedKey]
     others += [NewJob, JobView, JobPage, Deleted, SecretRotation, NewSecret, SecretShown]
+    others += [files.FileEntry, files.FileList, files.DeletedFile, NewBatch, BatchEntry, BatchList]
     openapi.install(app, [*bodies, *others])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)

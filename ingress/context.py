@@ -5,6 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ingress.admission import Admission
+from ingress.files.store import Files
 from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.limits import Limiter
@@ -43,6 +44,7 @@ class Context:
     ) -> None:
         self.settings, self.router, self.dispatcher, self.keys = settings, router, dispatcher, keys
         self.registrar = registrar
+        self.files = Files(registrar.bus, settings)
         self.bus_usable = bus_usable
         self.identities = identities
         self.detached = detached

@@ -19,10 +19,12 @@ import uvloop
 from fastapi import FastAPI
 
 from ingress.app import build_app
+from ingress.batches.runner import BatchRunner
 from ingress.connection import Connection
 from ingress.context import Context
 from ingress.cors import allow_pages
 from ingress.detached import Detached
+from ingress.families import BATCHED
 from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.listening import bind, keep_spreading, steer_away
@@ -197,6 +199,8 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await lease.start()
         await context.peers.start(bus)
         context.limits.start()
+        batches = BatchRunner(context, bus, context.files, BATCHED)
+        await batches.start()
         stop = _stop_on_signals()
         application = build_app(context)
         services = Services(bus, application, context)
@@ -207,6 +211,7 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await serve_until(stop, context, bound, application)
         await resting
         await services.close()
+        await batches.close()
         await lease.stop()
         await watches.close()
         await identities.close()
@@ -214,6 +219,7 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await context.limits.close()
         await context.peers.close()
         await keys.close()
+        context.files.close()
     finally:
         await bus.close()
 

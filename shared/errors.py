@@ -16,18 +16,24 @@ HeadraceError
 |   +-- StreamNotFound      404 stream_not_found         nobody has that request, or has it any more
 |   +-- JobNotFound         404 job_not_found            no such job, or its time is over
 |   +-- DeploymentNotFound  404 deployment_not_found     no such deployment
+|   +-- FileNotFound        404 file_not_found           the tenant has no such file
+|   +-- BatchNotFound       404 batch_not_found          the tenant has no such batch
 |   +-- TenantNotFound      404 tenant_not_found         no such tenant
 |   +-- ApiKeyNotFound      404 api_key_not_found        the tenant has no such key
 +-- Conflict                409 version_exists           same version, other bytes
 |   +-- VersionInUse        409 version_in_use           the version cannot be removed; the message says what uses it
 |   +-- DeploymentActive    409 deployment_active        the model's traffic is being moved by a deployment
 |   +-- DeploymentState     409 deployment_state         the deployment cannot do that in its state
+|   +-- FileInUse           409 file_in_use              a batch that has not ended reads the file
+|   +-- BatchState          409 batch_state              the batch cannot do that in its status
 |   +-- TenantExists        409 tenant_exists            there is a tenant of that name
 |   +-- ApiKeyOver          409 api_key_over             the key is revoked or expired
 |   +-- ResultGone          409 idempotency_result_gone  the key's request was answered, and its answer is not kept any more
 +-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
 +-- HeadersTooLarge         431 headers_too_large        the head of the request is over head_bytes_max
 +-- QueueFull               429 queue_full               the tenant's queue or the stream is at its limit
+|   +-- TooManyFiles        429 too_many_files           the tenant has as many files as it may
+|   +-- TooManyBatches      429 too_many_batches         the tenant has as many batches that have not ended as it may
 +-- RequestsLimited         429 rate_limited_requests    the tenant's requests a minute are used up
 +-- TokensLimited           429 rate_limited_tokens      the tenant's tokens a minute are used up
 +-- ConcurrencyLimited      429 concurrency_limited      as many of the tenant's requests run as may
@@ -131,6 +137,14 @@ class DeploymentNotFound(NotFound):
     code = "deployment_not_found"
 
 
+class FileNotFound(NotFound):
+    code = "file_not_found"
+
+
+class BatchNotFound(NotFound):
+    code = "batch_not_found"
+
+
 class TenantNotFound(NotFound):
     code = "tenant_not_found"
 
@@ -163,6 +177,14 @@ class DeploymentState(Conflict):
     code = "deployment_state"
 
 
+class FileInUse(Conflict):
+    code = "file_in_use"
+
+
+class BatchState(Conflict):
+    code = "batch_state"
+
+
 class TenantExists(Conflict):
     code = "tenant_exists"
 
@@ -185,6 +207,14 @@ class HeadersTooLarge(HeadraceError):
 
 class QueueFull(HeadraceError):
     code, status, type, retryable = "queue_full", 429, "rate_limit_error", True
+
+
+class TooManyFiles(QueueFull):
+    code, retryable = "too_many_files", False
+
+
+class TooManyBatches(QueueFull):
+    code, retryable = "too_many_batches", False
 
 
 class RequestsLimited(HeadraceError):

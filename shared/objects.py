@@ -10,7 +10,7 @@ import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,6 +37,13 @@ class ObjectInfo(msgspec.Struct, frozen=True):
     key: str
     size: int  # bytes
     modified: float = 0.0  # unix seconds, of the store's clock
+
+
+class Source(Protocol):
+    """What is written without knowing how long it is."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """`size` bytes, fewer at the end only."""
 
 
 class _Changed(Exception):
@@ -153,6 +160,15 @@ class ObjectStore:
                     raise
                 raise Internal(f"{path} cannot be read: {error}") from error
         self._check_size(key, size)
+
+    def put_stream(self, key: str, source: Source, part_bytes: int) -> int:
+        """Write what `source` gives until its end as the object `key`, holding two parts in memory at most; its size.
+
+        There is no object before its last byte, and none if `source` raises: that goes on to the caller.
+        """
+        with self._errors(key):
+            self._client.put_object(self.bucket, key, source, -1, part_size=part_bytes)
+        return self.stat(key).size
 
     def get(self, key: str) -> bytes:
         """The whole of a small object."""

@@ -169,7 +169,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Leader(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller that leads, in the bucket `leader`, with a TTL."""
+    """Who has an office, in the bucket `leader`, with a TTL: the controller that leads, the ingress that runs the batches."""
 
     host: str
     pid: int

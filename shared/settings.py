@@ -148,6 +148,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     deployment_webhook_url: str = ""  # is told of every deployment; "": only webhooks of their own are
     deployment_webhook_secret: str = ""  # that it is signed with
 
+    # files and batches
+    file_bytes_max: int = 200_000_000
+    files_max: int = 1000  # of a tenant
+    file_uploads_max: int = 4  # at the same time, of one ingress; others wait. Each takes some 25 MiB
+    file_upload_s: float = 3600.0  # how long one may take
+    batch_lines_max: int = 50_000
+    batches_open_max: int = 100  # of a tenant
+    batches_running_max: int = 4  # at the same time; others wait for their turn
+    batch_waiting_max: int = 1000  # lines of a tenant's batches that wait for a worker, of each model: the window
+    batch_ahead_max: int = 8000  # lines of a batch that are not written yet, since one before them is not done
+    batch_ahead_bytes_max: int = 64 * MIB  # of those: their requests
+    batch_segment_lines_max: int = 500  # results are written together
+    batch_kept_s: float = 30 * 86_400.0  # the record of a batch, after its last change
+
     # the worker
     cache_dir: str = ""  # default: <data_dir>/cache
     cache_bytes_max: int = 64 * GIB

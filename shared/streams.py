@@ -125,6 +125,8 @@ def _buckets(settings: Settings) -> list[Bucket]:
         Bucket(name=subjects.ROUTES_BUCKET),
         Bucket(name=subjects.DEPLOYMENTS_BUCKET),
         Bucket(name=subjects.TENANTS_BUCKET),
+        Bucket(name=subjects.FILES_BUCKET),
+        Bucket(name=subjects.BATCHES_BUCKET, ttl_s=settings.batch_kept_s),
         Bucket(name=subjects.ROLLOUTS_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
         Bucket(name=subjects.WORKERS_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),
         Bucket(name=subjects.INGRESSES_BUCKET, ttl_s=settings.lease_ttl_s, in_memory=True),

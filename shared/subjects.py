@@ -33,6 +33,8 @@ DECISIONS_BUCKET = "decisions"
 JOBS_BUCKET = "jobs"
 NOTICES_BUCKET = "notices"
 WEBHOOK_SECRETS_BUCKET = "webhook_secrets"
+FILES_BUCKET = "files"
+BATCHES_BUCKET = "batches"
 
 INGRESS_OWNER = "ingress"
 LOCAL_TENANT = "local"
@@ -187,6 +189,11 @@ def place_of_result(subject: str) -> tuple[str, str]:
     """(tenant, job) of a result's subject. Raises ValueError."""
     _, tenant, job_id, _ = subject.split(".")
     return decode_token(tenant), decode_token(job_id)
+
+
+def results_of_tenant(tenant: str) -> str:
+    """Every result of a tenant's jobs."""
+    return f"res.{encode_token(tenant)}.*.result"
 
 
 def dead_letter(model: str, version: str, tenant: str) -> str:

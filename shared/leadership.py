@@ -1,4 +1,4 @@
-"""Which controller leads: a key with a TTL, taken and renewed by compare-and-set.
+"""Which process leads, of those that could: a key with a TTL for each office, taken and renewed by compare-and-set.
 
 A leader counts its own lead from before the write that renewed it, and stops acting some time before the key can be another's:
 so one that was stopped and goes on finds that it does not lead. What it had sent already carries its term, and workers do not
@@ -20,16 +20,17 @@ from shared.records import Leader, decode_leader, encode
 
 log = logging.getLogger(__name__)
 
-KEY = "controller"
+CONTROLLER = "controller"  # decides what runs
+BATCHES = "batches"  # runs the batches, in an ingress
 SURE = 0.8  # of the TTL: for so long a renewal is good
 RENEWALS = 4  # in a TTL
 
 
 class Leadership:
-    """Campaigns from `start` to `close`. `on_change` is called when this process begins or ceases to lead."""
+    """Campaigns for `office` from `start` to `close`. `on_change` is called when this process begins or ceases to lead."""
 
-    def __init__(self, bus: Bus, ttl_s: float, on_change: Callable[[], None] = lambda: None) -> None:
-        self._bus, self._ttl_s, self._on_change = bus, ttl_s, on_change
+    def __init__(self, bus: Bus, office: str, ttl_s: float, on_change: Callable[[], None] = lambda: None) -> None:
+        self._bus, self._office, self._ttl_s, self._on_change = bus, office, ttl_s, on_change
         self._me = Leader(host=socket.gethostname(), pid=os.getpid(), process=_process_of(os.getpid()))
         self.term = 0  # rises from leader to leader
         self._revision = 0
@@ -53,9 +54,9 @@ class Leadership:
         if self.leads:
             self._until = 0.0
             try:
-                await self._bus.kv_delete(subjects.LEADER_BUCKET, KEY, self._revision)
+                await self._bus.kv_delete(subjects.LEADER_BUCKET, self._office, self._revision)
             except Unavailable as error:
-                log.warning("the lead is left to expire: %s", error.message)
+                log.warning("the lead of %s is left to expire: %s", self._office, error.message)
 
     async def _run(self) -> None:
         while True:
@@ -63,41 +64,41 @@ class Leadership:
             try:
                 await self._campaign()
             except Unavailable as error:
-                log.info("the lead could not be renewed: %s", error.message)
+                log.info("the lead of %s could not be renewed: %s", self._office, error.message)
 
     async def _campaign(self) -> None:
         begun = time.monotonic()
         if self._revision:
-            revision = await self._bus.kv_update(subjects.LEADER_BUCKET, KEY, encode(self._me), self._revision)
+            revision = await self._bus.kv_update(subjects.LEADER_BUCKET, self._office, encode(self._me), self._revision)
             if revision is not None:
                 self._revision, self._until = revision, begun + SURE * self._ttl_s
                 return
-            self._lost("it was not renewed in time, or another controller leads")
+            self._lost("it was not renewed in time, or another process leads")
         revision = await self._take()
         if revision is not None:
             # a broker that was restarted begins to count anew, in a bucket that it made later
             made_us = await self._bus.stream_made_us(f"KV_{subjects.LEADER_BUCKET}")
             self.term, self._revision = made_us + revision, revision
             self._until = begun + SURE * self._ttl_s
-            log.info("this controller leads, term %d", self.term)
+            log.info("this process leads %s, term %d", self._office, self.term)
             self._on_change()
 
     async def _take(self) -> int | None:
         """The revision of the lead if it could be had: nobody has it, or one whose process on this host is gone."""
-        found = await self._bus.kv_get(subjects.LEADER_BUCKET, KEY)
+        found = await self._bus.kv_get(subjects.LEADER_BUCKET, self._office)
         if found is None:
-            return await self._bus.kv_create(subjects.LEADER_BUCKET, KEY, encode(self._me))
+            return await self._bus.kv_create(subjects.LEADER_BUCKET, self._office, encode(self._me))
         try:
             other = decode_leader(found[0])
         except Internal as error:
-            log.warning("the lead is somebody's: %s", error)
+            log.warning("the lead of %s is somebody's: %s", self._office, error)
             return None
         if other.host != self._me.host or _process_of(other.pid) == other.process:
             return None
-        return await self._bus.kv_update(subjects.LEADER_BUCKET, KEY, encode(self._me), found[1])
+        return await self._bus.kv_update(subjects.LEADER_BUCKET, self._office, encode(self._me), found[1])
 
     def _lost(self, why: str) -> None:
-        log.warning("this controller leads no more: %s", why)
+        log.warning("this process leads %s no more: %s", self._office, why)
         self._revision, self._until = 0, 0.0
         self._on_change()
 

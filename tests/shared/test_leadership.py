@@ -1,4 +1,4 @@
-"""One controller leads: it renews, gives up in order, is replaced when it dies or is stopped, and never goes on after that."""
+"""One process leads: it renews, gives up in order, is replaced when it dies or is stopped, and never goes on after that."""
 
 import asyncio
 import os
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from controller import leader as module
-from controller.leader import KEY, Leadership
+from shared import leadership as module
 from shared import records, subjects
 from shared.bus import Bus
+from shared.leadership import CONTROLLER, Leadership
 from shared.records import Leader
 from shared.settings import Settings
 
@@ -27,7 +27,7 @@ def run_leaders(nats_server: Any) -> Callable[[Callable[[Bus, list[Leadership]],
         async def main() -> None:
             bus = await Bus.connect(Settings(nats_url=nats_server.url, leader_ttl_s=TTL_S), "test")
             await bus.ensure()
-            leaders = [Leadership(bus, TTL_S) for _ in range(2)]
+            leaders = [Leadership(bus, CONTROLLER, TTL_S) for _ in range(2)]
             try:
                 await work(bus, leaders)
             finally:
@@ -55,11 +55,11 @@ def test_the_first_leads_and_renews_and_the_second_follows_it_in_order(run_leade
         first, second = leaders
         await first.start()
         await second.start()
-        before = await bus.kv_get(subjects.LEADER_BUCKET, KEY)
+        before = await bus.kv_get(subjects.LEADER_BUCKET, CONTROLLER)
         assert before is not None
 
         async def renewed() -> bool:
-            now = await bus.kv_get(subjects.LEADER_BUCKET, KEY)
+            now = await bus.kv_get(subjects.LEADER_BUCKET, CONTROLLER)
             assert now is not None
             assert first.leads
             assert not second.leads
@@ -99,13 +99,13 @@ def test_a_dead_process_of_this_host_is_replaced_at_once_and_a_live_one_is_not(r
         try:
             other = Leader(host=os.uname().nodename, pid=process.pid, process=module._process_of(process.pid))
             assert other.process
-            await bus.kv_put(subjects.LEADER_BUCKET, KEY, records.encode(other))
+            await bus.kv_put(subjects.LEADER_BUCKET, CONTROLLER, records.encode(other))
             await leaders[0].start()
             assert not leaders[0].leads
             await leaders[0].close()
             process.kill()
             await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: it is dead
-            await bus.kv_put(subjects.LEADER_BUCKET, KEY, records.encode(other))
+            await bus.kv_put(subjects.LEADER_BUCKET, CONTROLLER, records.encode(other))
             await leaders[1].start()
             assert leaders[1].leads  # at its first try, not after the TTL
         finally:

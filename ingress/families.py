@@ -1,0 +1,11 @@
+"""Every API family that is served, and those that a batch may be of."""
+
+from ingress.family import Family
+from ingress.routes.chat import Chat
+from ingress.routes.completions import Completions
+from ingress.routes.infer import Infer
+from ingress.routes.messages import CountTokens, Messages
+
+_chat, _completions = Chat(), Completions()
+FAMILIES: tuple[Family, ...] = (_chat, _completions, Infer(), Messages(), CountTokens())
+BATCHED: dict[str, Family] = {family.route: family for family in (_chat, _completions)}

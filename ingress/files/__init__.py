@@ -1,0 +1,1 @@
+"""Files of callers: what batches read and write."""
