@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace import audit, deployments, dlq, jobs, models, nats_config, routes, tenants, usage
+from headrace import audit, batches, deployments, dlq, jobs, models, nats_config, routes, tenants, usage
 from headrace.globals import API_KEY, Globals, hide_key
 from headrace.stack.state import StackError
 from shared.errors import HeadraceError
@@ -25,6 +25,7 @@ app.add_typer(deployments.app, name="deployments")
 app.add_typer(routes.app, name="routes")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(batches.app, name="batch")
 app.add_typer(tenants.app, name="tenants")
 app.command()(audit.audit)
 app.command()(usage.usage)
