@@ -69,13 +69,13 @@ class Feeder:
 
     async def _take(self, group: list[tuple[LineJob, Line]]) -> None:
         """Ask for what nobody has asked for yet, and pass all of it on."""
-        submitting = []
+        submitting: list[tuple[LineJob, Request]] = []
         for job, line in group:
             request = await self._admit(job, line)
             if request is not None:
-                submitting.append(self._submit(job, request))
+                submitting.append((job, request))
             await self._pace.breathe()
-        await asyncio.gather(*submitting)
+        await asyncio.gather(*(self._submit(*each) for each in submitting))
         for job, _ in group:
             self._progress.add(job)
 

@@ -1,0 +1,231 @@
+"""A batch from its record to its files: whatever is wrong with lines, however it ends, and wherever its runner dies."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from ingress.batches import life, store
+from ingress.batches.progress import Superseded
+from ingress.batches.record import ENDED, BatchRecord
+from shared import results, subjects
+from shared.errors import HeadraceError
+
+from .conftest import ENDPOINT, TENANT, RunWorld, World, line, until, working
+
+
+def ids(lines: list[dict[str, Any]]) -> list[str]:
+    return [each["custom_id"] for each in lines]
+
+
+async def done(world: World, made: BatchRecord, lines: int) -> bool:
+    """Whether so many lines have answers."""
+    batch = await world.read(made)
+    return batch.completed + batch.ahead_completed >= lines
+
+
+async def nothing_is_left(world: World) -> None:
+    """No job, no result, no segment."""
+    await until(world.no_jobs)
+    assert await world.files.call(lambda objects: objects.list("batches/")) == []
+
+
+def test_lines_have_answers_or_errors_in_order(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        lines: list[Any] = [line(number) for number in range(40)]
+        lines[3]["body"]["temperature"] = 5
+        lines[5]["body"]["prompt"] = "break it"
+        lines[7]["body"]["prompt"] = ["one", "two"]
+        lines.insert(9, "   ")
+        batch = await world.finish(await world.create(lines))
+        assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 40, 37, 3)
+        assert [each.status for each in world.announced] == ["completed"]
+        answers, errors = await world.lines_of(batch.output_file_id), await world.lines_of(batch.error_file_id)
+        wrong = ["c3", "c5", "c7"]
+        assert ids(answers) == [f"c{number}" for number in range(40) if f"c{number}" not in wrong]
+        assert ids(errors) == wrong
+        first = answers[0]
+        assert set(first) == {"id", "custom_id", "response", "error"}
+        assert (first["error"], first["response"]["status_code"]) == (None, 200)
+        assert first["response"]["body"]["choices"][0]["text"] == "hello 0"
+        assert first["response"]["request_id"] == f"req_{batch.id}-1"
+        assert first["response"]["body"]["id"] == f"cmpl-{batch.id}-1"
+        told = [(each["response"]["status_code"], each["response"]["body"]["error"]["code"]) for each in errors]
+        assert told == [(400, "invalid_request"), (500, "engine_failed"), (400, "unsupported_parameter")]
+        assert set(world.workers.executed.values()) == {1}
+        await nothing_is_left(world)
+        assert (await world.bus.stream_info(subjects.RES_STREAM)).messages == 0, "results are deleted once written"
+
+    run_world(work, batch_segment_lines_max=7)
+
+
+def test_a_file_that_is_no_batch_says_where_and_nothing_of_it_runs(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        bad = [
+            line(0),
+            "{not JSON",
+            line(0),
+            line(3) | {"url": "/v1/chat/completions"},
+            line(4) | {"method": "GET"},
+            {"custom_id": "x", "method": "POST", "url": ENDPOINT},
+            line(6, model="unknown"),
+            line(7, model="m@v9"),
+            line(8) | {"custom_id": ""},
+            line(9),
+        ]
+        batch = await world.finish(await world.create(bad))
+        assert (batch.status, batch.total, batch.output_file_id, batch.error_file_id) == ("failed", 0, "", "")
+        assert [(each.line, each.code, each.param) for each in batch.errors] == [
+            (2, "invalid_json_line", None),
+            (3, "duplicate_custom_id", "custom_id"),
+            (4, "mismatched_url", "url"),
+            (5, "invalid_method", "method"),
+            (6, "invalid_line", None),
+            (7, "model_not_found", "body.model"),
+            (8, "version_not_found", "body.model"),
+            (9, "invalid_line", "custom_id"),
+        ]
+        assert "line 1" in batch.errors[1].message
+        too_many = await world.finish(await world.create([line(number) for number in range(13)]))
+        assert [(each.line, each.code) for each in too_many.errors] == [(13, "too_many_lines")]
+        empty = await world.finish(await world.create(["", " "]))
+        assert [each.code for each in empty.errors] == ["empty_file"]
+        only = await world.finish(await world.create([line(0)], models=("other",)))
+        assert [each.code for each in only.errors] == ["model_not_allowed"]
+        assert world.workers.executed == {}
+
+    run_world(work, batch_lines_max=12)
+
+
+def test_if_every_line_fails_the_batch_does(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        batch = await world.finish(await world.create([line(number, prompt="break") for number in range(3)]))
+        assert (batch.status, batch.failed, batch.output_file_id) == ("failed", 3, "")
+        assert [each.code for each in batch.errors] == ["all_requests_failed"]
+        assert ids(await world.lines_of(batch.error_file_id)) == ["c0", "c1", "c2"]
+
+    run_world(work)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+def test_what_is_done_is_kept_and_the_rest_is_told_why_it_is_not(run_world: RunWorld, end: str) -> None:
+    async def work(world: World) -> None:
+        lines = 60
+        made = await world.create([line(number) for number in range(lines)])
+        world.workers.held = lambda rid: int(rid.rpartition("-")[2]) > 20
+        run = await world.run(made)
+        running = asyncio.create_task(run.run())
+        await until(lambda: done(world, made, 20))
+        if end == "cancelled":
+            await store.change(world.bus, TENANT, made.id, lambda record: life.cancelled(record, 1))
+            run.tell_changed()
+        else:
+            await run._progress.update(life.expired)  # as its clock does
+        await running
+        batch = await world.read(made)
+        assert (batch.status, batch.total, batch.completed, batch.failed) == (end, lines, 20, 40)
+        assert ids(await world.lines_of(batch.output_file_id)) == [f"c{number}" for number in range(20)]
+        errors = await world.lines_of(batch.error_file_id)
+        assert ids(errors) == [f"c{number}" for number in range(20, lines)]
+        assert {each["error"]["code"] for each in errors} == {f"batch_{end}"}
+        assert {each["response"] for each in errors} == {None}
+        world.workers.held = lambda rid: False
+        await nothing_is_left(world)
+        assert sum(world.workers.executed.values()) == 20, "what was given up is not executed later"
+
+    run_world(work, batch_waiting_max=12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_runner_may_die_anywhere(run_world: RunWorld, seed: int) -> None:
+    """Each one is cut off after a random time, in whatever it does; workers hold their acks back meanwhile."""
+
+    async def work(world: World) -> None:
+        draw = random.Random(seed)
+        world.workers = type(world.workers)(world.bus, lag=9)
+        made = await world.create([line(number, prompt="break" if number % 17 == 5 else "p") for number in range(150)])
+        deaths = 0
+        async with working(world):
+            while (batch := await world.read(made)).status not in ENDED:
+                running = asyncio.create_task((await world.run(made)).run())
+                await asyncio.wait([running], timeout=draw.uniform(0.0, 0.25 + 0.02 * deaths))
+                deaths += not running.done()
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+            assert deaths > 3
+            failed = [f"c{number}" for number in range(150) if number % 17 == 5]
+            assert (batch.status, batch.completed, batch.failed) == ("completed", 150 - len(failed), len(failed))
+            assert ids(await world.lines_of(batch.error_file_id)) == failed
+            answers = await world.lines_of(batch.output_file_id)
+            assert ids(answers) == [f"c{number}" for number in range(150) if f"c{number}" not in failed]
+            assert len(world.workers.executed) == 150
+            assert set(world.workers.executed.values()) == {1}
+            await until(world.no_jobs)
+
+    run_world(work, idle=True, batch_segment_lines_max=20, batch_waiting_max=25)
+
+
+def test_a_runner_that_lost_the_lead_or_the_record_writes_nothing_more(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        made = await world.create([line(number) for number in range(10)])
+        late = await world.run(made)
+        batch = await world.finish(made)
+        with pytest.raises(Superseded):
+            await late.run()
+        assert await world.read(made) == batch
+        other = await world.create([line(0)])
+        world.leads = False
+        with pytest.raises(Superseded):
+            await world.finish(other)
+        assert (await world.read(other)).status == "validating"
+
+    run_world(work)
+
+
+def test_the_window_bounds_what_waits_and_what_is_ahead(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        world.workers.held = lambda rid: rid.endswith("-1")
+        made = await world.create([line(number) for number in range(400)])
+        running = asyncio.create_task((await world.run(made)).run())
+        await until(lambda: done(world, made, 79))
+        assert len(world.workers.executed) <= 80 + 32, "a first line that is late holds the others back"
+        world.workers.held = lambda rid: False
+        await running
+        assert (await world.read(made)).completed == 400
+        assert world.workers.waiting_most <= 40
+
+    run_world(work, batch_waiting_max=40, batch_ahead_max=80)
+
+
+def test_a_batch_whose_input_is_gone_keeps_what_is_done(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        made = await world.create([line(number) for number in range(30)])
+        file = await world.files.find(TENANT, made.input_file_id)
+        await world.files.delete(file)
+        batch = await world.finish(made)
+        assert (batch.status, [each.code for each in batch.errors]) == ("failed", ["file_not_found"])
+        again = await world.create([line(number) for number in range(30)])
+        await store.change(world.bus, TENANT, again.id, lambda record: life.validated(record, 30, 1))
+        await world.files.delete(await world.files.find(TENANT, again.input_file_id))
+        batch = await world.finish(again)
+        assert (batch.status, batch.total, batch.cursor) == ("failed", 30, 0)
+
+    run_world(work)
+
+
+def test_a_result_that_is_there_already_is_taken_and_not_asked_for_again(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        made = await world.create([line(number) for number in range(4)])
+        run = await world.run(made)
+        await run._validate()
+        await run._progress.update(lambda record: life.intending(record, 4))
+        first = await world.run(made)
+        async with working(world):
+            await first.run()
+        assert set(world.workers.executed.values()) == {1}
+        with pytest.raises(HeadraceError):
+            await store.find(world.bus, "other", made.id)
+        assert await results.read_result(world.bus, TENANT, f"{made.id}-1") is None
+
+    run_world(work, idle=True)
