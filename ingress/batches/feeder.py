@@ -42,6 +42,7 @@ class Feeder:
     def __init__(self, bus: Bus, jobs: Jobs, asker: Asker, progress: Progress) -> None:
         self._bus, self._jobs, self._asker, self._progress = bus, jobs, asker, progress
         self._window = Window(bus.settings.batch_waiting_max)
+        self._unsent: list[tuple[LineJob, Request]] = []
         self._pace = Pace()
 
     async def run(self, lines: AsyncIterator[RawLine]) -> None:
@@ -69,13 +70,12 @@ class Feeder:
 
     async def _take(self, group: list[tuple[LineJob, Line]]) -> None:
         """Ask for what nobody has asked for yet, and pass all of it on."""
-        submitting: list[tuple[LineJob, Request]] = []
         for job, line in group:
             request = await self._admit(job, line)
             if request is not None:
-                submitting.append((job, request))
+                self._unsent.append((job, request))
             await self._pace.breathe()
-        await asyncio.gather(*(self._submit(*each) for each in submitting))
+        await self._send()
         for job, _ in group:
             self._progress.add(job)
 
@@ -115,8 +115,13 @@ class Feeder:
     async def _has_room(self, request: Request) -> bool:
         queue = (request.model, request.version)
         if not self._window.has_room(queue):
+            await self._send()
             self._window.seen(queue, await waiting(self._bus, *queue, self._progress.record.tenant))
         return self._window.has_room(queue)
+
+    async def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        await asyncio.gather(*(self._submit(*each) for each in unsent))
 
     async def _submit(self, job: LineJob, request: Request) -> None:
         record = self._progress.record

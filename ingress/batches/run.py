@@ -61,13 +61,15 @@ class BatchRun:
         if record.end is not None and not record.total:
             await self._end(lambda record: life.stopped_before(record, _now()))
             return
+        settler = Settler(self._bus, self._files, self._asker, progress)
         if not record.finalizing_at:
-            await self._run_lines()
+            await self._run_lines(settler)
             ids = segments.file_ids(progress.record)
             await progress.update(lambda record: life.finalizing(record, *ids, _now()))
         await segments.make_files(self._files, progress.record)
         await self._end(lambda record: life.finished(record, _now()))
         await segments.remove(self._files, progress.record)
+        await settler.tidy_up()
 
     async def _end(self, ended: Callable[[BatchRecord], BatchRecord]) -> None:
         await self._announce(ended(self._progress.record))
@@ -120,11 +122,9 @@ class BatchRun:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    async def _run_lines(self) -> None:
+    async def _run_lines(self, settler: Settler) -> None:
         progress = self._progress
-        progress.ahead.clear()
         news = await self._bus.subscribe(subjects.results_of_tenant(progress.record.tenant), self._on_result)
-        settler = Settler(self._bus, self._files, self._asker, progress)
         try:
             async with asyncio.TaskGroup() as group:
                 others = [group.create_task(self._feed()), group.create_task(self._watch())]

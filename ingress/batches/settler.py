@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 32  # reads, or deletions
 LOOK_S = 2.0  # between two looks at the first line, for news that was lost
+TIDY_TRIES, TIDY_EVERY_S = 8, 1.0  # at the end: longer than a redelivery takes
 STORED_S = 0.02  # after news of a result, until it is stored
 
 
@@ -49,7 +50,14 @@ class Settler:
                 await self._pace.breathe()
         if self._settled:
             await self._write()
-        await self._tidy()
+
+    async def tidy_up(self) -> None:
+        """Delete the last results as well; those whose messages are still there after a while are left to their time."""
+        for _ in range(TIDY_TRIES):
+            await self._tidy()
+            if not self._unpurged:
+                return
+            await asyncio.sleep(TIDY_EVERY_S)
 
     async def _next(self) -> list[tuple[LineJob, Result | None]]:
         """The next lines that are done, at least one; nothing when there will be no more."""

@@ -50,7 +50,6 @@ class Workers:
         self.executed: Counter[str] = Counter()  # by rid
         self.held: Callable[[str], bool] = lambda rid: False  # what is not answered
         self._unacked: list[int] = []
-        self.waiting_most = 0  # in JOB, at one time
 
     async def run(self) -> None:
         while True:
@@ -64,7 +63,6 @@ class Workers:
                 if message.seq not in self._unacked:
                     await self._execute(request)
                     self._unacked.append(message.seq)
-            self.waiting_most = max(self.waiting_most, stored)
             while len(self._unacked) > self._lag:
                 await self._bus.delete_message(subjects.JOB_STREAM, self._unacked.pop(0))
             self._lag = 0 if stored <= self._lag else self._lag  # nothing else comes: the last ones, too

@@ -9,6 +9,7 @@ import pytest
 from ingress.batches import life, store
 from ingress.batches.progress import Superseded
 from ingress.batches.record import ENDED, BatchRecord
+from ingress.batches.window import LOOK_EVERY_S
 from shared import results, subjects
 from shared.errors import HeadraceError
 
@@ -185,15 +186,25 @@ def test_a_runner_that_lost_the_lead_or_the_record_writes_nothing_more(run_world
 
 def test_the_window_bounds_what_waits_and_what_is_ahead(run_world: RunWorld) -> None:
     async def work(world: World) -> None:
-        world.workers.held = lambda rid: rid.endswith("-1")
+        world.workers.held = lambda rid: True
         made = await world.create([line(number) for number in range(400)])
         running = asyncio.create_task((await world.run(made)).run())
+
+        async def jobs() -> int:
+            return (await world.bus.stream_info(subjects.JOB_STREAM)).messages
+
+        async def full() -> bool:
+            return await jobs() >= 40
+
+        await until(full)
+        await asyncio.sleep(3 * LOOK_EVERY_S)  # it looks again, and finds no room
+        assert await jobs() == 40
+        world.workers.held = lambda rid: rid.endswith("-1")
         await until(lambda: done(world, made, 79))
         assert len(world.workers.executed) <= 80 + 32, "a first line that is late holds the others back"
         world.workers.held = lambda rid: False
         await running
         assert (await world.read(made)).completed == 400
-        assert world.workers.waiting_most <= 40
 
     run_world(work, batch_waiting_max=40, batch_ahead_max=80)
 
