@@ -26,6 +26,7 @@ from shared.wire import Malformed, Request
 AT_ONCE = 32  # publishes, or reads
 BYTES_AT_ONCE = 4 * MIB
 INTENT_STEP = 512  # lines: so much of the record's `intent` is written ahead of them
+LATER_S = 60.0  # jobs end by themselves so long after the batch's window, if nobody is there to end them
 RETRY_S = 1.0  # after a refusal that is not for good
 
 
@@ -129,7 +130,8 @@ class Feeder:
         while True:
             self._progress.check_lead()
             try:
-                ticket = await self._jobs.submit(request, record.tenant, max(1.0, record.expires_at - time.time()))
+                deadline_s = record.expires_at + LATER_S - time.time()
+                ticket = await self._jobs.submit(request, record.tenant, max(LATER_S, deadline_s))
             except QueueFull:
                 await asyncio.sleep(RETRY_S)
             except TooLarge as error:

@@ -124,6 +124,7 @@ class BatchRun:
 
     async def _run_lines(self, settler: Settler) -> None:
         progress = self._progress
+        await self._see_to_window()
         news = await self._bus.subscribe(subjects.results_of_tenant(progress.record.tenant), self._on_result)
         try:
             async with asyncio.TaskGroup() as group:
@@ -160,10 +161,13 @@ class BatchRun:
         if self._told.is_set():
             self._told.clear()
             await progress.refresh()
-        if time.time() >= progress.record.expires_at:
-            await progress.update(life.expired)
+        await self._see_to_window()
         if count:
             await progress.update(progress.counted)
+
+    async def _see_to_window(self) -> None:
+        if time.time() >= self._progress.record.expires_at:
+            await self._progress.update(life.expired)
 
     async def _stop_jobs(self) -> None:
         """Ask workers to end what they have, so that it is accounted for; what they do not is ended by the settler."""
