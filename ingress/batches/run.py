@@ -72,7 +72,8 @@ class BatchRun:
         await settler.tidy_up()
 
     async def _end(self, ended: Callable[[BatchRecord], BatchRecord]) -> None:
-        await self._announce(ended(self._progress.record))
+        if (record := ended(self._progress.record)).ended:
+            await self._announce(record)
         await self._progress.update(ended)
 
     # -- validating ----------------------------------------------------------------------------------------------------
