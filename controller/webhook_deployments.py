@@ -8,12 +8,12 @@ import asyncio
 import contextlib
 import logging
 
-from controller.leader import Leadership
 from controller.webhooks import Webhooks
 from shared import notices, rollouts, subjects, webhooks
 from shared.bus import Bus
 from shared.errors import BadRequest, Unavailable
 from shared.keyvalue import Watch
+from shared.leadership import Leadership
 from shared.rollouts import Deployment, Event
 from shared.settings import Settings, SettingsError
 from shared.webhooks import EVENT_TYPES, EventType, Webhook

@@ -7,11 +7,11 @@ of results, and none of them is anybody's news.
 import asyncio
 import logging
 
-from controller.leader import Leadership
 from controller.webhooks import Webhooks
 from shared import job_events, job_records, results, subjects, wire
 from shared.bus import Bus, Message
 from shared.errors import HeadraceError, Unavailable
+from shared.leadership import Leadership
 from shared.pull import Puller
 from shared.streams import SECOND
 

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace
 
 from controller.faults import point
-from controller.leader import Leadership
 from controller.metrics import Metrics
 from controller.webhook_queue import Entry, Limits, WebhookQueue
 from controller.webhook_sender import Attempt, Sender
@@ -22,6 +21,7 @@ from shared import notices, subjects, webhooks
 from shared.bus import Bus
 from shared.errors import Internal, Unavailable
 from shared.keyvalue import Watch
+from shared.leadership import Leadership
 from shared.notices import NOTICES, Notice
 from shared.settings import Settings
 from shared.streams import NOTICE_MARGIN_S

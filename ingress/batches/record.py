@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from shared.stored import Stored, json
+from shared.webhooks import Webhook
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 End = Literal["completed", "failed", "expired", "cancelled"]  # how a batch ends
@@ -43,6 +44,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
+    webhook: Webhook | None = None
     models: tuple[str, ...] = ()  # what the key may be used for that made it; (): all
     status: Status = "validating"
     in_progress_at: int = 0

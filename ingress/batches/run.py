@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 
 from ingress.batches import life, segments
+from ingress.batches.announcing import Announce
 from ingress.batches.asking import Asker
 from ingress.batches.feeder import Feeder
 from ingress.batches.lines import RawLine, read_lines
@@ -23,8 +24,6 @@ from shared.jobs import Jobs
 from shared.wire import Malformed, WireError
 
 TICK_S = 1.0  # between two writes of how far it has come
-
-Announce = Callable[[BatchRecord], Awaitable[None]]
 
 
 class _Outcome(msgspec.Struct):
@@ -178,7 +177,7 @@ class BatchRun:
 
     def _on_result(self, message: Message) -> None:
         try:
-            rid = subjects.job_of_result(message.subject)
+            _, rid = subjects.place_of_result(message.subject)
             outcome = _decode_outcome(message.data)
         except (ValueError, msgspec.MsgspecError) as error:
             raise Malformed(f"no result: {error}") from None

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ingress.batches import store
+from ingress.batches.announcing import announcer
 from ingress.batches.asking import Asker
 from ingress.batches.progress import Progress, Superseded
 from ingress.batches.record import BATCHES, BatchRecord
-from ingress.batches.run import Announce, BatchRun
+from ingress.batches.run import BatchRun
 from ingress.context import Context
 from ingress.family import Family
 from ingress.files.store import Files
@@ -43,10 +44,6 @@ def choose(open_: Iterable[BatchRecord], running: Iterable[Name], running_max: i
     return chosen
 
 
-async def unannounced(record: BatchRecord) -> None:
-    """Nobody wants to know."""
-
-
 class BatchRunner:
     """That of one process."""
 
@@ -56,9 +53,8 @@ class BatchRunner:
         bus: Bus,
         files: Files,
         families: Mapping[str, Family],
-        announce: Announce = unannounced,
     ) -> None:
-        self._context, self._bus, self._files, self._announce = context, bus, files, announce
+        self._context, self._bus, self._files, self._announce = context, bus, files, announcer(bus)
         self._asker = Asker(context, families)
         self._jobs = context.detached.jobs
         self._wake = asyncio.Event()

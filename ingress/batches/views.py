@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from ingress.batches.record import BatchRecord, Problem, Status
 from shared.errors import BadRequest, Unsupported
+from shared.webhooks import Webhook, WebhookShown, shown
 
 WINDOW_S_MAX = 24 * 3600
 UNITS_S = {"s": 1, "m": 60, "h": 3600}
@@ -29,6 +30,7 @@ class NewBatch(msgspec.Struct, kw_only=True):
         ]
         | None
     ) = None
+    webhook: Webhook | None = None  # is told of its end
     output_expires_after: Any = None
 
     def window_s(self) -> int:
@@ -83,6 +85,7 @@ class BatchEntry(msgspec.Struct):
     request_counts: RequestCounts
     metadata: dict[str, str] | None
     object: Literal["batch"] = "batch"
+    webhook: WebhookShown | msgspec.UnsetType = msgspec.UNSET
 
 
 class BatchList(msgspec.Struct):
@@ -116,4 +119,5 @@ def entry(record: BatchRecord) -> BatchEntry:
         cancelled_at=record.cancelled_at or None,
         request_counts=RequestCounts(record.total, completed, failed),
         metadata=record.metadata,
+        webhook=msgspec.UNSET if record.webhook is None else shown(record.webhook),
     )

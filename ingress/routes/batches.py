@@ -17,6 +17,7 @@ from ingress.context import Context
 from ingress.family import Family
 from ingress.files.store import Files, new_id
 from ingress.identity import caller_of, needs
+from shared import webhook_secrets
 from shared.errors import BadRequest, BatchNotFound, TooManyBatches
 
 BATCHES = "/v1/batches"
@@ -39,6 +40,8 @@ def router(context: Context, files: Files, families: Mapping[str, Family]) -> AP
         file = await files.find(caller.tenant, asked.input_file_id)
         if file.purpose != "batch":
             raise BadRequest(f"input_file_id: the purpose of the file is {file.purpose}", param="input_file_id")
+        if asked.webhook is not None:
+            await webhook_secrets.check(bus, caller.tenant, asked.webhook)
         open_max = context.settings.batches_open_max
         if len(await store.open_batches(bus, caller.tenant)) >= open_max:
             raise TooManyBatches(f"{open_max} batches have not ended, which is the limit")
@@ -52,6 +55,7 @@ def router(context: Context, files: Files, families: Mapping[str, Family]) -> AP
             created_at=now,
             expires_at=now + window_s,
             metadata=asked.metadata,
+            webhook=asked.webhook,
             models=caller.key.models,
         )
         await store.create(bus, record)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from controller.leader import Leadership
 from controller.metrics import Metrics
 from controller.webhook_sender import Sender
 from controller.webhooks import Webhooks, wait_after
@@ -16,6 +15,7 @@ from shared import notices, subjects, webhook_secrets, webhooks
 from shared.audit import Actor
 from shared.bus import Bus
 from shared.errors import BadRequest
+from shared.leadership import CONTROLLER, Leadership
 from shared.notices import Notice
 from shared.settings import Settings
 from shared.webhook_secrets import SecretRotation
@@ -36,7 +36,7 @@ class World:
     async def controller(self) -> AsyncIterator[Webhooks]:
         """One that runs as long as the body lasts, and then dies: it gives nothing back, and its attempts are cut."""
         bus = await Bus.connect(self.bus.settings, "controller")
-        leader = Leadership(bus, bus.settings.leader_ttl_s)
+        leader = Leadership(bus, CONTROLLER, bus.settings.leader_ttl_s)
         running = Webhooks(bus, leader, bus.settings, Metrics(), Sender(bus.settings))
         await running.start()
         await leader.start()

@@ -1,17 +1,20 @@
 """A batch from its record to its files: whatever is wrong with lines, however it ends, and wherever its runner dies."""
 
 import asyncio
+import json
 import random
 from typing import Any
 
 import pytest
 
 from ingress.batches import life, store
+from ingress.batches.announcing import announcer
 from ingress.batches.progress import Superseded
 from ingress.batches.record import ENDED, BatchRecord
 from ingress.batches.window import LOOK_EVERY_S
-from shared import results, subjects
+from shared import notices, results, subjects
 from shared.errors import HeadraceError
+from shared.webhooks import Webhook
 
 from .conftest import ENDPOINT, TENANT, RunWorld, World, line, until, working
 
@@ -97,6 +100,31 @@ def test_a_file_that_is_no_batch_says_where_and_nothing_of_it_runs(run_world: Ru
         assert world.workers.executed == {}
 
     run_world(work, batch_lines_max=12)
+
+
+def test_a_webhook_is_told_of_the_end(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        webhook = Webhook(url="https://example.com/hook", secret="whsec_" + "A" * 32, events=("batch.completed",))
+        tell = announcer(world.bus)
+        made = await world.finish(await world.create([line(0)], webhook=webhook))
+        for _ in range(2):
+            await tell(made)  # again: it is one event
+        told = await notices.delivery(world.bus, TENANT, "batch.completed", made.id)
+        assert told is not None
+        found = await notices.find(world.bus, TENANT, told.id)
+        assert found is not None
+        data = json.loads(found.body)["data"]
+        assert data == {
+            "id": made.id,
+            "status": "completed",
+            "request_counts": {"total": 1, "completed": 1, "failed": 0},
+            "ended_at": made.completed_at,
+        }
+        failed = await world.finish(await world.create([line(0, prompt="break")], webhook=webhook))
+        await tell(failed)
+        assert await notices.delivery(world.bus, TENANT, "batch.failed", failed.id) is None, "it did not want to know"
+
+    run_world(work)
 
 
 def test_if_every_line_fails_the_batch_does(run_world: RunWorld) -> None:
