@@ -44,6 +44,7 @@ def admit(context: Context, asked: Asked, resolved: Resolved, rid: str) -> Admit
         request.movable = resolved.by_weights
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     framing = Framing(asked.family.route, asked.reference, int(time.time()), include_usage, bool(body.stream))
+    framing.repeated = body.repeated()
     use = body.tool_use()
     if use is not None:
         framing.tools, framing.one_call = dialect(version), not use.parallel

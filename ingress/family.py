@@ -21,6 +21,7 @@ class Framing(msgspec.Struct):
     streamed: bool
     tools: str = ""  # how calls are written in the output, of `shared.tools.DIALECTS`; "": it has none
     one_call: bool = False  # at most
+    repeated: bytes = b""  # of the request, in the answer
 
 
 class Admitted(msgspec.Struct):

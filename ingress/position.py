@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ingress.sse import Events
-from shared.errors import BadRequest
+from shared.errors import BadRequest, HeadraceError
 from shared.requester import Known
 from shared.wire import Usage
 
@@ -147,6 +147,9 @@ class NumberedEvents:
         self._mark = "e"
         parts.append(self._numbered(last))
         return b"".join(parts)
+
+    def failure(self, error: HeadraceError) -> bytes | None:
+        return self._inner.failure(error)
 
     def _made(self, delta: "Delta") -> list[bytes]:
         """The family's events of `delta`."""

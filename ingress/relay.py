@@ -22,6 +22,7 @@ from ingress.family import Admitted, Choice, Family
 from ingress.identity import NOBODY
 from ingress.metrics import DETACHED, OK, Served
 from ingress.position import NumberedEvents, Position
+from ingress.sse import Events
 from shared import wire
 from shared.dispatch import Delta
 from shared.errors import BodyTimeout, Cancelled, HeadraceError, Internal
@@ -81,6 +82,7 @@ class Exchange(Response):
         self._resumable = False  # its events have ids
         self._detachable = False  # it goes on for a while when its client leaves
         self._out: list[bytes] = []  # events that are not written yet
+        self._events: Events | None = None  # that are being told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._task = asyncio.current_task()
@@ -215,6 +217,7 @@ class Exchange(Response):
             events = numbered
             if seen is None:  # from where to resume if not even the first event arrives
                 self._extra_headers.append((b"x-headrace-last-event-id", numbered.id()))
+        self._events = events
         # the head waits, so that an error that comes soon has its real status
         deltas = await self._next(stream, self._settings.head_hold_s)
         self._served.version = stream.version  # of one that waits it may change once more
@@ -259,7 +262,8 @@ class Exchange(Response):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.write_stall_s):
                 if self._head_sent:
-                    self._out.append(self._errors.event(error, self._request_id))
+                    told = None if self._events is None else self._events.failure(error)
+                    self._out.append(told or self._errors.event(error, self._request_id))
                     await self._write(send, more=False)
                     return
                 data, headers = answers.error_answer(error, self._errors.body(error, self._request_id))

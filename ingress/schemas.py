@@ -79,6 +79,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "context_management": ({},),
     "output_config": ({},),
+    "truncation": ("disabled",),
 }
 
 # what to ask for instead
@@ -86,6 +87,8 @@ INSTEAD = {
     "stop": "`stop_sequences` has them",
     "functions": "`tools` of /v1/chat/completions has them",
     "function_call": "`tool_choice` of /v1/chat/completions has it",
+    "max_tokens": "/v1/responses has `max_output_tokens`",
+    "response_format": "/v1/responses has `text.format`",
     "best_of": "`n` gives several choices, all of which are returned",
     "prompt_logprobs": "/v1/completions gives them with `echo` and `logprobs`",
 }
@@ -154,6 +157,7 @@ class Body(NotServed, kw_only=True):
     ROLES: ClassVar[tuple[str, ...]] = get_args(Role)  # of its messages
     STOP: ClassVar[str] = "stop"  # the field with the stop strings
     INCLUDES_STOP: ClassVar[bool] = False  # the stop string that ended an output has to be known
+    FORMAT: ClassVar[str] = "response_format"  # the field that `output_format` is of
 
     @classmethod
     def not_served(cls) -> list[str]:
@@ -179,6 +183,14 @@ class Body(NotServed, kw_only=True):
     def output_tokens_max(self) -> int | None:
         """None: up to the model's length. Raises BadRequest."""
         return self.max_tokens
+
+    def output_format(self) -> ResponseFormat | None:
+        """What the output has to be. Raises BadRequest."""
+        return self.response_format
+
+    def repeated(self) -> bytes:
+        """What an answer repeats of its request, as its family reads it."""
+        return b""
 
     def logprobs_wanted(self) -> int | None:
         """None: no log probabilities; k: of the chosen token and of the k most likely. Raises BadRequest."""

@@ -32,6 +32,9 @@ class Events(Protocol):
     def closing(self, usage: Usage, claims: int) -> bytes:
         """The last events of a complete stream."""
 
+    def failure(self, error: HeadraceError) -> bytes | None:
+        """The last events of a stream that failed; None: one in the shape of its family's errors."""
+
 
 def event(data: object) -> bytes:
     """One event with `data` as JSON."""

@@ -9,6 +9,7 @@ from ingress.routes.openai import UsageBody, floored, token_text, usage_body
 from ingress.schemas import InferBody
 from ingress.sse import KEEPALIVE, Events, encode, event
 from shared.dispatch import Delta
+from shared.errors import HeadraceError
 from shared.wire import Logprob, Usage
 
 BEFORE_MODEL, AFTER_MODEL = "/v1/models/", "/infer"
@@ -82,6 +83,9 @@ class InferEvents:
         return event(
             LastEvent(self._finish, usage_body(usage), claims, request.sampling.seed, request.rid, request.version)
         )
+
+    def failure(self, error: HeadraceError) -> bytes | None:
+        return None
 
 
 class Infer:

@@ -9,6 +9,7 @@ from ingress.sse import KEEPALIVE, encode
 from ingress.tool_calls import Arguments, Begin, Content, Piece, new_parser
 from ingress.tool_calls.whole import call_id
 from shared.dispatch import Delta
+from shared.errors import HeadraceError
 from shared.wire import Usage
 
 INVALID_JSON = "INVALID_JSON"  # the key of arguments that are no JSON object, as Anthropic suggests it
@@ -112,6 +113,9 @@ class MessageEvents:
     def closing(self, usage: Usage, claims: int) -> bytes:
         told = _event("message_delta", delta=self._ending, usage=messages_usage(usage))
         return told + _event("message_stop")
+
+    def failure(self, error: HeadraceError) -> bytes | None:
+        return None
 
     def _tell(self, piece: Piece, out: list[bytes]) -> None:
         match piece:

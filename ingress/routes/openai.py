@@ -4,6 +4,7 @@ import msgspec
 
 from ingress.sse import DONE, KEEPALIVE, encode, event
 from shared.dispatch import Delta
+from shared.errors import HeadraceError
 from shared.wire import Logprob, Usage
 
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity
@@ -105,6 +106,9 @@ class ChunkEvents:
         if not self._include_usage:
             return DONE
         return event(UsageChunk(*self._identity, [], usage_body(usage), HeadraceBody(claims))) + DONE
+
+    def failure(self, error: HeadraceError) -> bytes | None:
+        return None
 
     def _chunk(self, choice: int, fields: bytes, logprobs: bytes, finish: bytes) -> bytes:
         return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
