@@ -22,6 +22,7 @@ from ingress.identity import OPEN_PATHS, SCOPE_KEY
 from ingress.inference import Inference
 from ingress.job_views import Deleted, JobPage, JobView, NewJob
 from ingress.registrar import AliasTarget, Changes, NewVersion, VersionConfig
+from ingress.responses_exchange import ResponsesExchange
 from ingress.routes import (
     batches,
     deployments,
@@ -30,11 +31,13 @@ from ingress.routes import (
     jobs,
     models,
     registry,
+    stored_responses,
     streams,
     tenants,
     usage,
     webhooks,
 )
+from ingress.routes.responses import Responses
 from shared import wire
 from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, HeadraceError, Internal, MethodNotAllowed, NotFound
@@ -51,6 +54,10 @@ MODELS_PATH = "/v1/models"
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")  # and HEAD
 
 
+# what serves a POST of a family; the others are served by `Inference`
+EXCHANGES: dict[str, type[Inference]] = {Responses.route: ResponsesExchange}
+
+
 class App(FastAPI):
     """FastAPI for everything but inference, which is found first: its routing costs as much as serving a request."""
 
@@ -62,7 +69,7 @@ class App(FastAPI):
         if scope["type"] == "http" and scope["method"] == "POST":
             for family in self._families:
                 if family.serves(scope["path"]):
-                    await Inference(self._context, family)(scope, receive, send)
+                    await _exchange(self._context, family)(scope, receive, send)
                     return
         if scope["type"] == "http":
             if scope["method"] == "HEAD" and _has_head(scope["path"]):
@@ -138,6 +145,7 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(streams.router(context, families))
     app.include_router(jobs.router(context, families))
     app.include_router(webhooks.router(context))
+    app.include_router(stored_responses.router(context))
     app.include_router(health.router(context))
     bodies = [type_ for family in families for type_ in (family.decoder.type, family.answer_type)]
     others = [models.ModelList, ModelEntry, VersionEntry, streams.Ended, NewVersion, AliasTarget, registry.Aliases]
@@ -145,6 +153,7 @@ def build_app(context: Context) -> FastAPI:
     others += [UsageSum, NewTenant, TenantChanges, TenantEntry, NewKey, Rotation, KeyEntry, IssuedKey]
     others += [NewJob, JobView, JobPage, Deleted, SecretRotation, NewSecret, SecretShown]
     others += [files.FileEntry, files.FileList, files.DeletedFile, NewBatch, BatchEntry, BatchList]
+    others += [stored_responses.DeletedResponse, stored_responses.ItemList]
     openapi.install(app, [*bodies, *others])
     app.add_exception_handler(HeadraceError, _known)
     app.add_exception_handler(HTTPException, _http)
@@ -153,11 +162,15 @@ def build_app(context: Context) -> FastAPI:
     return app
 
 
+def _exchange(context: Context, family: Family) -> Inference:
+    return EXCHANGES.get(family.route, Inference)(context, family)
+
+
 def _document(app: FastAPI, context: Context, family: Family) -> None:
     """Let FastAPI know the route too: for its documentation, and for the methods that it refuses."""
 
     async def inference(request: Request) -> Response:
-        return Inference(context, family)
+        return _exchange(context, family)
 
     app.add_api_route(family.route, inference, methods=["POST"], **openapi.inference(family))
 

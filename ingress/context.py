@@ -12,6 +12,7 @@ from ingress.limits import Limiter
 from ingress.metrics import Metrics
 from ingress.observations import Observations
 from ingress.registrar import Registrar
+from ingress.responses_store import ResponsesStore
 from shared.errors import Draining, HeadraceError
 from shared.peers import Peers
 from shared.router import Router
@@ -45,6 +46,7 @@ class Context:
         self.settings, self.router, self.dispatcher, self.keys = settings, router, dispatcher, keys
         self.registrar = registrar
         self.files = Files(registrar.bus, settings)
+        self.responses = ResponsesStore(keys.store, settings)
         self.bus_usable = bus_usable
         self.identities = identities
         self.detached = detached

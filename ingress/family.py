@@ -30,6 +30,7 @@ class Admitted(msgspec.Struct):
     request: wire.Request
     framing: Framing
     parts: list[wire.Request] = []  # published instead of `request`, whose choices are those of all of them
+    ended_at: float | None = None  # unix seconds, once that is known
 
     @property
     def reference(self) -> str:

@@ -218,6 +218,7 @@ async def run(settings: Settings, bound: socket.socket) -> None:
         await dispatcher.close()
         await context.limits.close()
         await context.peers.close()
+        await context.responses.close()
         await keys.close()
         context.files.close()
     finally:

@@ -4,6 +4,7 @@ HeadraceError
 +-- BadRequest              400 invalid_request          the body or a parameter is wrong; `param` names it by path
 |   +-- ContextLength       400 context_length_exceeded  prompt (and max_tokens) over the model's length
 |   +-- Unsupported         400 unsupported_parameter    known to the API, not served by this model or engine
+|   +-- PreviousNotFound    400 previous_response_not_found  `previous_response_id` is of no response that is kept and has ended
 |   +-- VersionConflict     400 version_conflict         X-Version-Pin and `model@version` differ
 |   +-- KeyReused           422 idempotency_key_reused   the idempotency key came before, with another body
 +-- InvalidApiKey           401 invalid_api_key          no key, or one that is unknown, revoked or expired
@@ -15,6 +16,7 @@ HeadraceError
 |   +-- VersionRetired      404 version_retired          the version was taken out of service
 |   +-- StreamNotFound      404 stream_not_found         nobody has that request, or has it any more
 |   +-- JobNotFound         404 job_not_found            no such job, or its time is over
+|   +-- ResponseNotFound    404 response_not_found       no such response, or it is not kept any more
 |   +-- DeploymentNotFound  404 deployment_not_found     no such deployment
 |   +-- FileNotFound        404 file_not_found           the tenant has no such file
 |   +-- BatchNotFound       404 batch_not_found          the tenant has no such batch
@@ -89,6 +91,10 @@ class Unsupported(BadRequest):
     code = "unsupported_parameter"
 
 
+class PreviousNotFound(BadRequest):
+    code = "previous_response_not_found"
+
+
 class VersionConflict(BadRequest):
     code = "version_conflict"
 
@@ -131,6 +137,10 @@ class StreamNotFound(NotFound):
 
 class JobNotFound(NotFound):
     code = "job_not_found"
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
 
 
 class DeploymentNotFound(NotFound):

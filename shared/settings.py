@@ -103,6 +103,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     idempotency_kept_s: float = 86_400.0  # a key is known for so long
     idempotency_result_bytes_max: int = 64 * 1024  # of an answer that is kept with its key
     idempotency_bytes_max: int = 512 * MIB  # of all keys and answers
+    responses_kept_s: float = 3 * 86_400.0  # what /v1/responses answered with `store`
+    response_bytes_max: int = 256 * 1024  # of one that is kept, with its input
+    responses_bytes_max: int = 512 * MIB  # of all of them: more drop the oldest
+    response_keep_wait_s: float = 1.0  # an answer waits so long until it is kept, then it says that it is not
     deaths_max: int = 4
     deliveries_max: int = 100
     dedupe_window_s: float = 120.0  # the server keeps the ids of so long in memory: at 1,000 requests/s some 30 MiB

@@ -101,6 +101,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     bytes_max: int = -1
     in_memory: bool = False
     message_ttl: bool = False  # a value may have a time of its own after which it goes away
+    drops_oldest: bool = False  # when it is full; else it takes no more
 
     def config(self, replicas: int) -> dict[str, Any]:
         return {
@@ -110,7 +111,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
             "max_msgs_per_subject": self.history,
             "max_age": int(self.ttl_s * SECOND),
             "max_bytes": self.bytes_max,
-            "discard": "new",
+            "discard": "old" if self.drops_oldest else "new",
             "allow_rollup_hdrs": True,
             "allow_direct": True,
             "allow_msg_ttl": self.message_ttl,
@@ -154,6 +155,12 @@ def _buckets(settings: Settings) -> list[Bucket]:
             message_ttl=True,
         ),
         Bucket(name=subjects.WEBHOOK_SECRETS_BUCKET),
+        Bucket(
+            name=subjects.RESPONSES_BUCKET,
+            ttl_s=settings.responses_kept_s,
+            bytes_max=settings.responses_bytes_max,
+            drops_oldest=True,
+        ),
     ]
 
 

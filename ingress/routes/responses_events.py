@@ -20,15 +20,13 @@ from shared.wire import Usage
 class ResponseEvents:
     """`after`: the number of the last event that the client has; it is not told again what came up to there.
 
-    A delta without anything in it opens the stream, and what has something begins the response. `ended_at` is when the
-    response ended, if that is known: unix seconds.
+    A delta without anything in it opens the stream, and what has something begins the response.
     """
 
     keepalive = KEEPALIVE
 
     def __init__(self, admitted: Admitted, after: int = -1) -> None:
         self.open_choices = 1
-        self.ended_at: float | None = None
         self._admitted, self._after = admitted, after
         self._output = Output(admitted, self)
         self._number = 0  # of the next event
@@ -50,8 +48,9 @@ class ResponseEvents:
 
     def closing(self, usage: Usage, claims: int) -> bytes:
         self._out = []
-        response = self._open()
-        complete(response, self._output, usage, self.ended_at)
+        self._open()
+        response = begun(self._admitted)  # whether it was kept is known by now
+        complete(response, self._output, usage, self._admitted.ended_at)
         self._tell(f"response.{response.status}", response=response, headrace=HeadraceBody(claims))
         return b"".join(self._out)
 
@@ -135,8 +134,8 @@ def complete(response: Response, output: Output, usage: Usage, ended_at: float |
         response.completed_at = int(time.time() if ended_at is None else ended_at)
 
 
-def completed(admitted: Admitted, choice: Choice, usage: Usage, ended_at: float | None = None) -> Response:
+def completed(admitted: Admitted, choice: Choice, usage: Usage) -> Response:
     """The response of an output that is complete: what its events come to."""
     response = begun(admitted)
-    complete(response, whole(admitted, choice), usage, ended_at)
+    complete(response, whole(admitted, choice), usage, admitted.ended_at)
     return response

@@ -128,9 +128,10 @@ class Output:
 
 
 def whole(admitted: Admitted, choice: Choice) -> Output:
-    """The output of a choice that is complete: token by token, as its events came about."""
+    """The output of a choice that is complete: what its events come to."""
     output = Output(admitted)
-    for index, text in enumerate(choice.texts):
+    texts = choice.texts if choice.logprobs else [choice.text]  # how a text is cut makes no difference but to these
+    for index, text in enumerate(texts):
         output.add(text, choice.logprobs[index : index + 1])
     output.end(choice.finish)
     return output

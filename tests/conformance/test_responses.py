@@ -578,7 +578,8 @@ def test_a_stream_that_fails_before_its_first_token_begins_all_the_same(front: A
 def admitted(**framing: Any) -> Admitted:
     body = ResponsesBody(model="m", input=ASKED, **framing)
     request = wire.Request("a" * 32, "m", "v1", body.to_input())
-    return Admitted(request, Framing("/v1/responses", "m", 7, False, True, tools="hermes", repeated=body.repeated()))
+    framing = Framing("/v1/responses", "m", 7, False, True, tools="hermes", repeated=body.repeated())
+    return Admitted(request, framing, ended_at=9.0)
 
 
 DELTAS = [Delta(0, [number], text, None, None) for number, text in enumerate(pieces(TWO + " so", 4))]
@@ -587,7 +588,6 @@ DELTAS[-1].finish = "stop"
 
 def told_in(batches: list[list[Delta]], after: int = -1, background: bool = True) -> list[bytes]:
     events, out = ResponseEvents(admitted(background=background), after), []
-    events.ended_at = 9.0
     for batch in batches:
         events.add(batch, out)
     assert events.open_choices == 0
@@ -614,9 +614,7 @@ def test_a_resumable_stream_goes_on_after_any_event(front: Any) -> None:
     stream: Any = SimpleNamespace(rid="a" * 32, sequence=7)
 
     def numbered(seen: Any) -> list[bytes]:
-        inner = ResponseEvents(admitted())
-        inner.ended_at = 9.0
-        events, out = NumberedEvents(inner, stream, 1, seen), []
+        events, out = NumberedEvents(ResponseEvents(admitted()), stream, 1, seen), []
         events.add(DELTAS, out)
         raw = b"".join(out) + events.closing(wire.Usage(1, 2), 1)
         return raw.split(b"\n\n")[:-1]

@@ -133,6 +133,11 @@ class FakeBuckets:
     async def kv_get(self, bucket: str, key: str) -> tuple[bytes, int] | None:
         return self._values.get((bucket, key))
 
+    async def kv_put(self, bucket: str, key: str, value: bytes) -> int:
+        self._revision += 1
+        self._values[bucket, key] = (value, self._revision)
+        return self._revision
+
     async def kv_create(self, bucket: str, key: str, value: bytes) -> int | None:
         return await self.kv_update(bucket, key, value, 0)
 

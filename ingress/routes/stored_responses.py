@@ -1,0 +1,111 @@
+"""What can be asked of a response that is kept: GET and DELETE /v1/responses/{id}, its input items, and its end."""
+
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response as Answer
+
+from ingress import openapi
+from ingress.context import Context
+from ingress.identity import caller_of, needs
+from ingress.response_items import Item
+from ingress.responses_store import KeptResponse, decode_ended, rid_of
+from ingress.routes.responses_shapes import Response
+from shared.errors import BadRequest, ResponseNotFound
+
+ROUTE = "/v1/responses/{response_id}"
+ITEMS_MAX, ITEMS_DEFAULT = 100, 20
+
+IDENTITY = openapi.PATH_PARAMETER | {"name": "response_id"}
+STREAMING = [
+    {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "Only of one in the background"},
+    {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
+]
+PAGING = [
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": ITEMS_MAX}},
+    {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"]}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "The id of an item"},
+]
+
+
+class DeletedResponse(msgspec.Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct):
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+def router(context: Context) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(dependencies=[needs("infer")])
+
+    async def find(request: Request) -> tuple[str, KeptResponse]:
+        identity, caller = request.path_params["response_id"], caller_of(request)
+        rid = rid_of(identity)
+        found = await context.responses.find(caller.tenant, rid)
+        if found is None:
+            raise ResponseNotFound(f"there is no response `{identity[:64]}`, or it is not kept any more")
+        caller.check_model(decode_ended(found.response).model)
+        return rid, found
+
+    async def show(request: Request) -> Answer:
+        _, found = await find(request)
+        if request.query_params.get("stream") == "true":
+            raise BadRequest("stream: only a response in the background is told again as a stream", param="stream")
+        return _json(found.response)
+
+    async def items(request: Request) -> Answer:
+        _, found = await find(request)
+        return _json(_page(found.items, request))
+
+    async def cancel(request: Request) -> Answer:
+        await find(request)
+        raise BadRequest("only a response in the background can be cancelled")
+
+    async def delete(request: Request) -> Answer:
+        rid, _ = await find(request)
+        await context.responses.delete(caller_of(request).tenant, rid)
+        return _json(DeletedResponse(request.path_params["response_id"]))
+
+    told = _documented(Response, "A response that is kept", IDENTITY, *STREAMING)
+    told["responses"][200]["content"]["text/event-stream"] = {}
+    routes.get(ROUTE, **told)(show)
+    routes.delete(ROUTE, **_documented(DeletedResponse, "Forget a response", IDENTITY))(delete)
+    routes.get(ROUTE + "/input_items", **_documented(ItemList, "What a response came from", IDENTITY, *PAGING))(items)
+    routes.post(ROUTE + "/cancel", **_documented(Response, "End a response in the background", IDENTITY))(cancel)
+    return routes
+
+
+def _documented(answer_type: Any, summary: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+    return openapi.answer(answer_type) | {"summary": summary, "openapi_extra": {"parameters": list(parameters)}}
+
+
+def _json(shown: object) -> Answer:
+    return Answer(msgspec.json.encode(shown), media_type="application/json")
+
+
+def _page(items: list[Item], request: Request) -> ItemList:
+    """The newest first, unless `order` says otherwise. Raises BadRequest."""
+    asked = request.query_params
+    order, limit, after = asked.get("order", "desc"), asked.get("limit", str(ITEMS_DEFAULT)), asked.get("after")
+    if order not in ("asc", "desc"):
+        raise BadRequest("order: `asc` or `desc` is expected", param="order")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= ITEMS_MAX:
+        raise BadRequest(f"limit: 1 to {ITEMS_MAX} is expected", param="limit")
+    ordered = items if order == "asc" else items[::-1]
+    first = 0
+    if after is not None:
+        first = next((number for number, item in enumerate(ordered, start=1) if item.id == after), -1)
+        if first < 0:
+            raise BadRequest("after: it is the id of no item of this response", param="after")
+    page = ordered[first : first + int(limit)]
+    more = first + len(page) < len(ordered)
+    return ItemList(page, page[0].id if page else None, page[-1].id if page else None, more)
