@@ -16,7 +16,7 @@ def to_grammar(body: Body, use: ToolUse | None, dialect: str) -> Grammar | None:
 
     `use` and `dialect`: what the output may call, and how.
     """
-    given: dict[str, Grammar | None] = {body.FORMAT: _of_format(body.output_format())}
+    given: dict[str, Grammar | None] = {body.FORMAT: _of_format(body.format_wanted())}
     if body.structured_outputs is not None:
         given |= _of_structured(body.structured_outputs)
     given["guided_json"] = _schema(body.guided_json, "guided_json")

@@ -153,7 +153,7 @@ class ResponsesBody(Body, kw_only=True, dict=True):
             raise BadRequest(f'top_logprobs: needs `include: ["{LOGPROBS}"]`', param="top_logprobs")
         return None
 
-    def output_format(self) -> ResponseFormat | None:
+    def format_wanted(self) -> ResponseFormat | None:
         given = None if self.text is None else self.text.format
         if given is None:
             return None

@@ -157,7 +157,7 @@ class Body(NotServed, kw_only=True):
     ROLES: ClassVar[tuple[str, ...]] = get_args(Role)  # of its messages
     STOP: ClassVar[str] = "stop"  # the field with the stop strings
     INCLUDES_STOP: ClassVar[bool] = False  # the stop string that ended an output has to be known
-    FORMAT: ClassVar[str] = "response_format"  # the field that `output_format` is of
+    FORMAT: ClassVar[str] = "response_format"  # the field that `format_wanted` is of
 
     @classmethod
     def not_served(cls) -> list[str]:
@@ -184,7 +184,7 @@ class Body(NotServed, kw_only=True):
         """None: up to the model's length. Raises BadRequest."""
         return self.max_tokens
 
-    def output_format(self) -> ResponseFormat | None:
+    def format_wanted(self) -> ResponseFormat | None:
         """What the output has to be. Raises BadRequest."""
         return self.response_format
 
