@@ -63,13 +63,17 @@ def admit_detached(
     The same `rid` gives the same request again: a seed that the caller does not give is made of it. `stream` plays no part.
     Raises what the route would refuse it with, Unsupported for several prompts.
     """
-    body = decode(family.decoder, raw)
-    asked = Asked(family, body, len(raw), path, pin, session)
+    asked = Asked(family, decode(family.decoder, raw), len(raw), path, pin, session)
     caller.check_model(asked.reference)
-    admitted = admit(context, asked, resolve(context, asked, caller.tenant), rid)
+    return admit_asked(context, asked, caller.tenant, rid, created)
+
+
+def admit_asked(context: Context, asked: Asked, tenant: str, rid: str, created: int | None = None) -> Admitted:
+    """The same of a body that has been decoded, for a model that its caller may use."""
+    admitted = admit(context, asked, resolve(context, asked, tenant), rid)
     if admitted.parts:
         raise Unsupported("prompt: several prompts are several jobs", param="prompt")
-    if body.seed is None:
+    if asked.body.seed is None:
         admitted.request.sampling.seed = int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest()) >> 1
     if created is not None:
         admitted.framing.created = created

@@ -71,7 +71,9 @@ class Inference(Exchange):
         await self._publish(admitted, send)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int) -> Admitted:
-        asked = Asked(self._family, body, body_bytes, scope["path"], _text(headers, PIN), _text(headers, SESSION))
+        asked = Asked(
+            self._family, body, body_bytes, scope["path"], header_text(headers, PIN), header_text(headers, SESSION)
+        )
         resolved = resolve(self._context, asked, self._caller.tenant)
         self._is_of(resolved.version.model, resolved.version.version)
         admitted = admit(self._context, asked, resolved, self.rid)
@@ -130,7 +132,7 @@ class Inference(Exchange):
         """Answer with the job that the request becomes, or with its answer if that comes as soon as is wanted."""
         self._detachable, self._counts = True, False  # its worker tells what it comes to
         context, settings, caller, bus = self._context, self._settings, self._caller, self._context.detached.bus
-        path, pin, session = scope["path"], _text(headers, PIN), _text(headers, SESSION)
+        path, pin, session = scope["path"], header_text(headers, PIN), header_text(headers, SESSION)
         claim = None
         if key is not None:
             marked = path.encode() + b" " + preferences.RESPOND_ASYNC
@@ -243,6 +245,6 @@ class Inference(Exchange):
             await self._recording.settled()
 
 
-def _text(headers: dict[bytes, bytes], name: bytes) -> str | None:
+def header_text(headers: dict[bytes, bytes], name: bytes) -> str | None:
     value: Any = headers.get(name)
     return None if value is None else value.decode("utf-8", "replace")

@@ -34,6 +34,7 @@ class JobSource:
         self.usage: Usage | None = None
         self.claims = 0
         self.ended = False
+        self.ended_at: float | None = None  # unix seconds
         self._ids: list[list[int]] = [[] for _ in range(record.request.sampling.n)]
         self._finished = [False] * record.request.sampling.n
         self._deltas: list[Delta] = []
@@ -80,7 +81,7 @@ class JobSource:
         for choice, part in enumerate(state.parts[: len(self._ids)]):
             self._extend(choice, part)
         if state.result is not None:
-            self.ended, self.usage = True, state.result.usage
+            self.ended, self.ended_at, self.usage = True, state.result.ended_at, state.result.usage
             self._error = None if state.result.error is None else error_of(state.result.error)
 
     def _extend(self, choice: int, part: Part) -> None:
@@ -153,15 +154,20 @@ def admitted_of(record: JobRecord, version: str) -> Admitted:
     return Admitted(request, decode_framing(request.framing))
 
 
+def choice_of(part: Part) -> Choice:
+    """A choice as far as it has come."""
+    choice = Choice()
+    for delta in deltas_of(Deliver(0, part.ids, part.text, part.logprobs, part.finish, None)):
+        choice.add(delta)
+    return choice
+
+
 def answer_of(family: Family, admitted: Admitted, result: Result, request_id: str = "") -> StoredAnswer:
     """The plain answer of a job that has ended, or its error."""
     if result.error is not None:
         error = error_of(result.error)
         return StoredAnswer(error.status, msgspec.json.encode(family.errors.body(error, request_id)))
-    choices = [Choice() for _ in result.parts]
-    for number, part in enumerate(result.parts):
-        for delta in deltas_of(Deliver(number, part.ids, part.text, part.logprobs, part.finish, None)):
-            choices[number].add(delta)
+    choices = [choice_of(part) for part in result.parts]
     usage = result.usage or Usage(0, 0)
     served = msgspec.structs.replace(
         admitted, request=msgspec.structs.replace(admitted.request, version=result.version)

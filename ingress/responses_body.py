@@ -120,13 +120,19 @@ class ResponsesBody(Body, kw_only=True, dict=True):
 
     @property
     def history(self) -> list[Item]:
-        """The items of the response before and of those before that."""
-        found: list[Item] = self.__dict__.get("history", [])
-        return found
+        """The items of the response before and of those before that. Raises Unsupported where they were not asked for."""
+        found: list[Item] | None = self.__dict__.get("history")
+        if found is None and self.previous_response_id is not None:
+            raise Unsupported("previous_response_id: on /v1/responses alone", param="previous_response_id")
+        return found or []
 
-    def continues(self, history: list[Item]) -> None:
-        """`history` is what `previous_response_id` stands for."""
-        self.__dict__["history"] = history
+    def prepare(self, history: list[Item], keeps: bool) -> None:
+        """`history` is what `previous_response_id` stands for; `keeps`: the response will be, if nothing comes between."""
+        self.__dict__.update(history=history, keeps=keeps)
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self.__dict__.get("keeps"))
 
     def items(self) -> list[Item]:
         """The request's own input. Raises BadRequest or Unsupported."""
@@ -135,7 +141,7 @@ class ResponsesBody(Body, kw_only=True, dict=True):
         return items_of(self.input)
 
     def to_input(self) -> Input:
-        self._refuse_styles()
+        self._refuse_others()
         use = self.tool_use()
         turns = turns_of(self.instructions, self.history, self.items())
         return Input(messages=turns, tools=None if use is None else use.described())
@@ -179,7 +185,7 @@ class ResponsesBody(Body, kw_only=True, dict=True):
             reasoning=Reasoning(),
             safety_identifier=self.safety_identifier,
             service_tier="default",
-            store=self.store is not False,
+            store=self.keeps,
             temperature=1.0 if self.temperature is None else self.temperature,
             text=TextConfig(text.format or TextFormat("text"), "medium"),
             tool_choice=_told(self.tool_choice),
@@ -191,10 +197,12 @@ class ResponsesBody(Body, kw_only=True, dict=True):
         )
         return msgspec.json.encode(told)
 
-    def _refuse_styles(self) -> None:
+    def _refuse_others(self) -> None:
         reasoning, text = self.reasoning or Reasoning(), self.text or TextConfig()
         if reasoning.effort not in (None, "none") or reasoning.summary is not None:
             raise Unsupported("reasoning: not supported", param="reasoning")
+        if self.background and not self.keeps:
+            raise Unsupported("background: on /v1/responses alone", param="background")
         if text.verbosity not in (None, "medium"):
             raise Unsupported("text.verbosity: only `medium` is served", param="text.verbosity")
 

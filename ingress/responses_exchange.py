@@ -1,64 +1,51 @@
-"""A request to /v1/responses: it may go on after an earlier response, and its own may be kept."""
+"""A request to /v1/responses: it may go on after an earlier response, may be kept, and may be of the background."""
 
 import time
-from collections.abc import Sequence
 
 import msgspec
 
+from ingress import answers
 from ingress.answers import Scope, Send
+from ingress.around import Around
+from ingress.asked import PIN, SESSION, Asked
+from ingress.detached import Order, admit_asked
 from ingress.family import Admitted, Choice, Family
-from ingress.inference import Inference
+from ingress.inference import Inference, header_text
+from ingress.job_source import admitted_of, open_source, version_of
+from ingress.job_submission import submit
+from ingress.job_views import deadline_s, kept_s
 from ingress.keys import Claimed
 from ingress.position import Position
 from ingress.relay import Source
 from ingress.response_items import Item
+from ingress.responses_background import KIND, encode_items, items_of_record, look, response_of
 from ingress.responses_body import ResponsesBody
 from ingress.responses_store import KeptResponse, decode_ended, rid_of, with_ids
+from ingress.responses_stream import After, Opened
 from ingress.routes.responses_events import completed
 from ingress.routes.responses_shapes import decode_repeated
 from ingress.schemas import Body
 from ingress.sse import encode
-from shared import wire
+from shared import job_records
 from shared.dispatch import Delta
-from shared.errors import PreviousNotFound, TooLarge
+from shared.errors import BadRequest, PreviousNotFound, ResponseNotFound, TooLarge, Unsupported
+from shared.job_status import State
+
+PREVIOUS = "previous_response_id"
 
 
-class Gathered:
+class Gathered(Around[Source]):
     """A source, and all that was read of it."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
-        self.rid = source.rid
+        super().__init__(source)
         self.choice = Choice()
 
-    @property
-    def usage(self) -> wire.Usage | None:
-        return self._source.usage
-
-    @property
-    def ended(self) -> bool:
-        return self._source.ended
-
-    @property
-    def claims(self) -> int:
-        return self._source.claims
-
-    @property
-    def sequence(self) -> int:
-        return self._source.sequence
-
-    @property
-    def version(self) -> str:
-        return self._source.version
-
     async def next(self, timeout: float | None = None) -> list[Delta]:
-        deltas = await self._source.next(timeout)
+        deltas = await super().next(timeout)
         for delta in deltas:
             self.choice.add(delta)
         return deltas
-
-    def leave(self) -> None:
-        self._source.leave()
 
 
 class ResponsesExchange(Inference):
@@ -71,14 +58,60 @@ class ResponsesExchange(Inference):
     async def _serve_once(
         self, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int, send: Send
     ) -> None:
-        await self._prepare(body, body_bytes)
-        await super()._serve_once(scope, headers, body, body_bytes, send)
+        prepared = await self._prepare(body, body_bytes)
+        if prepared.background:
+            await self._serve_background(None, scope, headers, prepared, body_bytes, send)
+        else:
+            await super()._serve_once(scope, headers, body, body_bytes, send)
 
     async def _serve_keyed(
         self, claim: Claimed, scope: Scope, headers: dict[bytes, bytes], body: Body, body_bytes: int, send: Send
     ) -> None:
-        await self._prepare(body, body_bytes)
-        await super()._serve_keyed(claim, scope, headers, body, body_bytes, send)
+        prepared = await self._prepare(body, body_bytes)
+        if prepared.background:
+            await self._serve_background(claim, scope, headers, prepared, body_bytes, send)
+        else:
+            await super()._serve_keyed(claim, scope, headers, body, body_bytes, send)
+
+    # -- what it comes from ------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, body: Body, body_bytes: int) -> ResponsesBody:
+        """Raises PreviousNotFound, BadRequest, Unsupported, TooLarge and Unavailable."""
+        assert isinstance(body, ResponsesBody), "the family decodes nothing else"
+        own = body.items()
+        history = [] if body.previous_response_id is None else await self._history(body.previous_response_id)
+        self._items = [*history, *own]
+        if body.background and body.store is False:
+            raise BadRequest("store: a response in the background is kept", param="store")
+        if self._resumable and body.store:
+            raise Unsupported("store: not together with X-Resumable; what is of the background is both", param="store")
+        size, size_max = body_bytes + len(encode_items(history)), self._settings.response_bytes_max
+        if size > size_max and (body.store or body.background):
+            raise TooLarge(
+                f"store: a response is kept with all that it comes from, {size} bytes; the limit is {size_max}"
+            )
+        wanted = body.store is not False and not (self._resumable and not body.background)
+        keeps = wanted and size <= size_max
+        self._keeps = keeps and not body.background  # else its record does
+        body.prepare(history, keeps)
+        return body
+
+    async def _history(self, identity: str) -> list[Item]:
+        """The items of an earlier response: those that it came from, and its output."""
+        rid, tenant = rid_of(identity), self._caller.tenant
+        found = await self._context.responses.find(tenant, rid) if rid else None
+        if found is not None:
+            return [*found.items, *decode_ended(found.response).output]
+        state = await look(self._context, tenant, rid) if rid else None
+        if state is None:
+            raise PreviousNotFound(
+                f"{PREVIOUS}: there is no response `{identity[:64]}`, or it is not kept any more", param=PREVIOUS
+            )
+        if state.status != "completed":
+            raise PreviousNotFound(f"{PREVIOUS}: that response is {state.status}", param=PREVIOUS)
+        return [*items_of_record(state.record), *response_of(state).output]
+
+    # -- what is kept of it ------------------------------------------------------------------------------------------------
 
     async def _answer(
         self, family: Family, admitted: Admitted, stream: Source, send: Send, seen: Position | None = None
@@ -103,29 +136,53 @@ class ResponsesExchange(Inference):
             told.store = False
             admitted.framing.repeated = encode(told)
 
-    async def _prepare(self, body: Body, body_bytes: int) -> None:
-        """Raises PreviousNotFound, BadRequest, Unsupported, TooLarge and Unavailable."""
-        assert isinstance(body, ResponsesBody), "the family decodes nothing else"
-        own = body.items()
-        if body.previous_response_id is not None:
-            body.continues(await self._history(body.previous_response_id))
-        self._items = [*body.history, *own]
-        size, size_max = body_bytes + _bytes(body.history), self._settings.response_bytes_max
-        if body.store and size > size_max:
-            raise TooLarge(f"store: a response is kept with its input, which has {size} bytes, the limit is {size_max}")
-        if size > size_max:
-            body.store = False
-        self._keeps = body.store is not False
+    # -- in the background -------------------------------------------------------------------------------------------------
 
-    async def _history(self, identity: str) -> list[Item]:
-        """The items of an earlier response: those that it came from, and its output."""
-        found = await self._context.responses.find(self._caller.tenant, rid_of(identity))
-        if found is None:
-            raise PreviousNotFound(
-                f"there is no response `{identity[:64]}`, or it is not kept any more", param="previous_response_id"
-            )
-        return [*found.items, *decode_ended(found.response).output]
+    async def _serve_background(
+        self,
+        claim: Claimed | None,
+        scope: Scope,
+        headers: dict[bytes, bytes],
+        body: ResponsesBody,
+        body_bytes: int,
+        send: Send,
+    ) -> None:
+        context, settings, tenant = self._context, self._settings, self._caller.tenant
+        self._detachable, self._resumable, self._counts = True, False, False  # its worker tells what it comes to
+        named = (header_text(headers, PIN), header_text(headers, SESSION))
+        asked = Asked(self._family, body, body_bytes, scope["path"], *named)
+        rid = job_records.new_job_id(time.time())
+        order = Order(
+            endpoint=scope["path"],
+            kind=KIND,
+            deadline_s=deadline_s(None, settings),
+            keep_s=kept_s(None, settings),
+            document=encode_items(with_ids(self._items, rid)),
+        )
+        self._interruptible = False  # between the record and the message there must be no end
+        record = await submit(
+            context,
+            lambda rid: admit_asked(context, asked, tenant, rid),
+            rid,
+            tenant,
+            order,
+            claim,
+            self._extra_headers,
+        )
+        self._interruptible = True
+        self.rid = record.id
+        self._is_of(record.request.model, record.request.version)
+        state = State(record, "queued") if claim is None else await look(context, tenant, record.id)
+        if state is None:
+            raise ResponseNotFound("the response of this key was deleted")
+        if not body.stream:
+            await self._tell(encode(response_of(state)), send)
+            return
+        admitted = admitted_of(record, version_of(state))
+        async with open_source(context.detached.bus, record) as source:
+            await self._answer(After(-1), admitted, Opened(source, admitted), send)
 
-
-def _bytes(items: Sequence[Item]) -> int:
-    return len(encode(items)) if items else 0
+    async def _tell(self, data: bytes, send: Send) -> None:
+        self._head_sent = True
+        await self._send(send, answers.start(200, answers.json_headers(data, self._timed_headers())))
+        await self._send(send, answers.body(data))

@@ -5,6 +5,7 @@ One write a response, at its end. There is room for so many bytes of all tenants
 
 import asyncio
 import logging
+import re
 
 import msgspec
 
@@ -35,6 +36,8 @@ class Ended(msgspec.Struct):
     output: list[MessageItem | CallItem]
 
 
+_is_id = re.compile(ID_PREFIX + "([0-9a-f]{32})").fullmatch
+
 encode = msgspec.json.encode
 decode = msgspec.json.Decoder(KeptResponse).decode
 decode_ended = msgspec.json.Decoder(Ended).decode
@@ -51,8 +54,8 @@ def with_ids(items: list[Item], rid: str) -> list[Item]:
 
 def rid_of(identity: str) -> str:
     """The request of a response's id; "": it is of none."""
-    rid = identity.removeprefix(ID_PREFIX)
-    return rid if rid != identity and 0 < len(rid) <= subjects.NAME_BYTES_MAX and rid.isascii() else ""
+    found = _is_id(identity)
+    return found[1] if found else ""
 
 
 class ResponsesStore:
@@ -76,7 +79,7 @@ class ResponsesStore:
 
     async def find(self, tenant: str, rid: str) -> KeptResponse | None:
         """None: it is not kept. Raises Unavailable."""
-        found = await self._store.kv_get(subjects.RESPONSES_BUCKET, subjects.key(tenant, rid)) if rid else None
+        found = await self._store.kv_get(subjects.RESPONSES_BUCKET, subjects.key(tenant, rid))
         return None if found is None else decode(found[0])
 
     async def delete(self, tenant: str, rid: str) -> None:

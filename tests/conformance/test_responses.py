@@ -577,6 +577,7 @@ def test_a_stream_that_fails_before_its_first_token_begins_all_the_same(front: A
 
 def admitted(**framing: Any) -> Admitted:
     body = ResponsesBody(model="m", input=ASKED, **framing)
+    body.prepare([], keeps=True)
     request = wire.Request("a" * 32, "m", "v1", body.to_input())
     framing = Framing("/v1/responses", "m", 7, False, True, tools="hermes", repeated=body.repeated())
     return Admitted(request, framing, ended_at=9.0)

@@ -15,6 +15,7 @@ import pytest
 import uvloop
 
 from ingress.context import Context
+from ingress.detached import Detached
 from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.listening import bind
@@ -152,6 +153,9 @@ class FakeBuckets:
         if revision in (None, self._values.get((bucket, key), (b"", 0))[1]):
             self._values.pop((bucket, key), None)
 
+    async def last_message(self, stream: str, subject: str) -> None:
+        """The streams beside them are empty."""
+
 
 class Answer:
     def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
@@ -187,7 +191,7 @@ class Front:
             registrar,
             lambda: self.bus_usable,
             self.identities,
-            None,  # type: ignore[arg-type]  # no job is asked for
+            Detached(FakeBuckets()),  # type: ignore[arg-type]  # there are no jobs
         )
         self._bound = bind(settings)
         self.port: int = self._bound.getsockname()[1]
