@@ -40,9 +40,8 @@ class Opened(Around[JobSource]):
             return [OPENING]
         try:
             return await super().next(timeout)
-        except StopAsyncIteration:
+        finally:
             self._admitted.ended_at = self.source.ended_at
-            raise
 
 
 class BackgroundStream(Exchange):

@@ -55,8 +55,15 @@ class ResponseEvents:
         return b"".join(self._out)
 
     def failure(self, error: HeadraceError) -> bytes:
+        """Of one in the background that has not ended, only this telling fails: whoever has the events goes on after them."""
         self._out = []
         response = self._open()
+        if response.background and self._admitted.ended_at is None:
+            told = {"code": error.code, "message": error.message, "param": error.param}
+            data = encode(
+                {"type": "error", "sequence_number": self._number - 1, **told}
+            )  # of the last one that is kept
+            return b"".join(self._out) + b"event: error\ndata: %b\n\n" % data
         response.output = self._output.items()
         put_error(response, error)
         self._tell("response.failed", response=response)

@@ -12,7 +12,7 @@ from ingress.responses_body import ResponsesBody
 from ingress.routes.responses_events import ResponseEvents
 from shared import wire
 from shared.dispatch import Delta
-from shared.errors import Cancelled, EngineFailed, HeadraceError, QueueFull
+from shared.errors import Cancelled, Draining, EngineFailed, HeadraceError, QueueFull
 
 PATH = "/v1/responses"
 CHAT = "/v1/chat/completions"
@@ -603,6 +603,20 @@ def test_events_do_not_depend_on_how_tokens_were_batched() -> None:
     assert told_in([[opening], *([each] for each in DELTAS)]) == whole
     kinds = [event.split(b"\n")[0] for event in whole[:3]]
     assert kinds == [b"event: response.created", b"event: response.queued", b"event: response.in_progress"]
+
+
+def test_a_telling_that_fails_is_no_response_that_failed() -> None:
+    of_background = admitted(background=True)
+    for ended_at, kind, last in ((None, "error", 5), (9.0, "response.failed", 6)):
+        of_background.ended_at = ended_at
+        events, out = ResponseEvents(of_background), []
+        events.add(DELTAS[:1], out)
+        assert out[-1].startswith(b"event: response.output_text.delta")
+        raw = b"".join(out) + events.failure(Draining("this ingress is shutting down"))
+        told = [json.loads(part.split(b"data: ")[1]) for part in raw.split(b"\n\n")[:-1]]
+        assert [event["sequence_number"] for event in told] == [*range(len(told) - 1), last]
+        assert told[-1]["type"] == kind
+    assert told[-1]["response"]["error"]["type"] == "draining"
 
 
 def test_who_has_some_events_is_told_the_others_only() -> None:
