@@ -9,13 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvloop
 
 from ingress.context import Context
-from ingress.detached import Detached
 from ingress.identity import Identities
 from ingress.keys import Keys
 from ingress.listening import bind
@@ -191,7 +191,7 @@ class Front:
             registrar,
             lambda: self.bus_usable,
             self.identities,
-            Detached(FakeBuckets()),  # type: ignore[arg-type]  # there are no jobs
+            SimpleNamespace(bus=FakeBuckets()),  # type: ignore[arg-type]  # there are no jobs
         )
         self._bound = bind(settings)
         self.port: int = self._bound.getsockname()[1]
