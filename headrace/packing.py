@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared import tools
+from shared import encoders, tools
 from shared.errors import BadRequest
 from shared.manifests import CONFIG_NAME, MANIFEST_NAME, TEMPLATE_BYTES_MAX, Manifest, ManifestFile, model_length
 from shared.records import EngineSettings
@@ -38,6 +38,8 @@ def read_directory(
         raise BadRequest(f"{directory} has no {CONFIG_NAME} with *.safetensors beside it", param="path")
     _check_shards(directory, names)
     config = directory / CONFIG_NAME
+    raw = config.read_bytes()
+    encoder = encoders.find(raw, _reader(directory))
     paths = [path for path in paths if path.name in names]
     total = sum(path.stat().st_size for path in paths)
     done = 0
@@ -57,9 +59,20 @@ def read_directory(
         version=version,
         files=files,
         engine=engine,
-        max_model_len=model_length(config.read_bytes(), str(config), engine),
+        max_model_len=model_length(raw, str(config), engine, encoder),
         memory_bytes=sum(file.size for file in files if file.name.endswith(".safetensors")),
+        encoder=encoder,
     )
+
+
+def _reader(directory: Path) -> encoders.Read:
+    """Reads small files of a model's directory."""
+
+    def read(name: str) -> bytes | None:
+        path = directory / name
+        return path.read_bytes() if path.is_file() and path.stat().st_size <= encoders.FILE_BYTES_MAX else None
+
+    return read
 
 
 def tool_dialect(directory: Path) -> str:

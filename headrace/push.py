@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from headrace import gguf, packing
 from headrace.packing import OnProgress
-from shared import audit, blobs, config, manifests, registry
+from shared import audit, blobs, config, encoders, manifests, registry
 from shared.bus import Bus
 from shared.errors import BadRequest, Unavailable
 from shared.manifests import Manifest
@@ -50,7 +50,7 @@ async def push(
     simulated = source.startswith(registry.SIMULATED)
     directory = Path(source)
     if simulated:
-        manifest, tool_dialect = manifests.of_simulated(model, version, engine), ""
+        manifest, tool_dialect = manifests.of_simulated(model, version, engine, encoders.simulated(source)), ""
     else:
         manifest = await asyncio.to_thread(packing.read_directory, directory, model, version, engine, on_progress)
         tool_dialect = packing.tool_dialect(directory)
@@ -64,6 +64,7 @@ async def push(
         engine=engine,
         limits=limits,
         tool_dialect=tool_dialect,
+        encoder=manifest.encoder,
         created=int(time.time()),
     )
     existing = await registry.find_version(bus, model, version)
@@ -154,9 +155,12 @@ def simulated_length(source: str, engine: EngineSettings) -> int:
     """Tokens that a simulated model takes. Raises BadRequest for a profile that does not exist."""
     from workers.engine.load import LoadRefused, check_settings
     from workers.engine.sim import simulated_info
+    from workers.engine.sim_encoder import simulated_encoder_info
 
     try:
         check_settings(engine)
+        if encoders.simulated(source) is not None:
+            return simulated_encoder_info(engine).max_model_len
         return simulated_info(source.removeprefix(registry.SIMULATED), engine).max_model_len
     except LoadRefused as error:
         raise BadRequest(str(error), param="source") from error

@@ -3,12 +3,13 @@
 from collections import deque
 from typing import Protocol
 
+from ingress.embeddings_body import check_embedding
 from ingress.schemas import Body
-from ingress.translate import check_prompt_length, refuse_not_served, to_sampling
+from ingress.translate import check_prompt_length, check_task, refuse_not_served, to_sampling
 from shared.errors import BadRequest, QueueFull
 from shared.records import Version
 from shared.settings import Settings
-from shared.wire import Request, new_id
+from shared.wire import Input, Request, new_id
 
 RATE_WINDOW_S = 30.0
 RETRY_AFTER_UNKNOWN_S = 5.0  # nothing has left the queue of late: no rate to compute with
@@ -58,21 +59,31 @@ class Admission:
         self._rates: dict[str, QueueRate] = {}
 
     def admit(self, rid: str, body: Body, body_bytes: int, version: Version) -> list[Request]:
-        """What to publish, a request for each prompt. Raises BadRequest, Unsupported or ContextLength."""
+        """What to publish, a request for each prompt or pack of inputs. Raises BadRequest and what is below it."""
+        check_task(body, version)
         refuse_not_served(body)
         prompts = body.to_inputs()
-        if len(prompts) > self._settings.prompts_max:
-            raise BadRequest(
-                f"prompt: at most {self._settings.prompts_max} prompts, got {len(prompts)}", param="prompt"
-            )
+        self._check_count(prompts)
         samplings = [to_sampling(body, version, self._settings) for _ in prompts]  # each has a seed of its own
-        for prompt in prompts:
-            check_prompt_length(prompt, body_bytes, version, self._settings)
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            if prompt.embedding is None:
+                check_prompt_length(prompt, body_bytes, version, self._settings)
+            else:
+                sampling.n = len(prompt.embedding.inputs)
+                check_embedding(prompt.embedding, body_bytes, version, self._settings)
         rids = [rid, *(new_id() for _ in prompts[1:])]
         return [
             Request(each, version.model, version.version, prompt, sampling)
             for each, prompt, sampling in zip(rids, prompts, samplings, strict=True)
         ]
+
+    def _check_count(self, prompts: list[Input]) -> None:
+        inputs = [len(prompt.embedding.inputs) for prompt in prompts if prompt.embedding is not None]
+        param, limit, count = "prompt", self._settings.prompts_max, len(prompts)
+        if inputs:
+            param, limit, count = "input", self._settings.embedding_inputs_max, sum(inputs)
+        if count > limit:
+            raise BadRequest(f"{param}: at most {limit} {param}s, got {count}", param=param)
 
     def check_queue(self, tenant: str, wanted: int, now: float, queue_max: int | None = None) -> None:
         """Take note of `wanted` requests of a tenant, about to be published; `queue_max` is its own. Raises QueueFull."""

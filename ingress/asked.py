@@ -48,8 +48,9 @@ def admit(context: Context, asked: Asked, resolved: Resolved, rid: str) -> Admit
     use = body.tool_use()
     if use is not None:
         framing.tools, framing.one_call = dialect(version), not use.parallel
+    framing.base64 = body.in_base64()
     if len(requests) == 1:
         return Admitted(requests[0], framing)
     first = requests[0]
-    sampling = msgspec.structs.replace(first.sampling, n=first.sampling.n * len(requests))
+    sampling = msgspec.structs.replace(first.sampling, n=sum(each.sampling.n for each in requests))
     return Admitted(msgspec.structs.replace(first, sampling=sampling), framing, requests)

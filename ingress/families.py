@@ -3,10 +3,11 @@
 from ingress.family import Family
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
+from ingress.routes.embeddings import Embeddings
 from ingress.routes.infer import Infer
 from ingress.routes.messages import CountTokens, Messages
 from ingress.routes.responses import Responses
 
-_chat, _completions = Chat(), Completions()
-FAMILIES: tuple[Family, ...] = (_chat, _completions, Infer(), Messages(), CountTokens(), Responses())
-BATCHED: dict[str, Family] = {family.route: family for family in (_chat, _completions)}
+_chat, _completions, _embeddings = Chat(), Completions(), Embeddings()
+FAMILIES: tuple[Family, ...] = (_chat, _completions, Infer(), Messages(), CountTokens(), Responses(), _embeddings)
+BATCHED: dict[str, Family] = {family.route: family for family in (_chat, _completions, _embeddings)}

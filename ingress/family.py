@@ -22,6 +22,7 @@ class Framing(msgspec.Struct):
     tools: str = ""  # how calls are written in the output, of `shared.tools.DIALECTS`; "": it has none
     one_call: bool = False  # at most
     repeated: bytes = b""  # of the request, in the answer
+    base64: bool = False  # vectors are written so
 
 
 class Admitted(msgspec.Struct):
@@ -56,6 +57,7 @@ class Choice:
         self.texts: list[str] = []
         self.logprobs: list[wire.Logprob] = []
         self.finish: str | None = None
+        self.vector = b""
 
     @property
     def text(self) -> str:
@@ -67,6 +69,7 @@ class Choice:
             self.logprobs += delta.logprobs
         if delta.finish is not None:
             self.finish = delta.finish
+            self.vector = delta.vector
 
 
 class Family(Protocol):

@@ -78,8 +78,9 @@ class Inference(Exchange):
         self._is_of(resolved.version.model, resolved.version.version)
         admitted = admit(self._context, asked, resolved, self.rid)
         if admitted.parts and (self._resumable or self._detachable):
+            name = body.SEVERAL
             raise Unsupported(
-                "prompt: several prompts are served without Idempotency-Key and X-Resumable only", param="prompt"
+                f"{name}: so many {name}s are served without Idempotency-Key and X-Resumable only", param=name
             )
         if self._resumable:
             self._detachable = True

@@ -203,7 +203,7 @@ class Recording:
         self._written: asyncio.Task[None] | None = None
 
     def deliver(self, part: Deliver) -> None:
-        self._tokens += len(part.ids)
+        self._tokens += len(part.ids) + len(part.vector) // TOKEN_BYTES_MIN
         choice = self._choices[part.choice]
         choice.finish = part.finish or choice.finish
         if self._tokens > self._tokens_max:
@@ -211,6 +211,7 @@ class Recording:
             return
         choice.ids += part.ids
         choice.text += part.text
+        choice.vector = part.vector or choice.vector
         if part.logprobs is not None:
             choice.logprobs = (choice.logprobs or []) + part.logprobs
 
@@ -252,7 +253,9 @@ class Replay:
         self._deltas = [
             delta
             for number, choice in enumerate(outcome.choices)
-            for delta in deltas_of(Deliver(number, choice.ids, choice.text, choice.logprobs, choice.finish, None))
+            for delta in deltas_of(
+                Deliver(number, choice.ids, choice.text, choice.logprobs, choice.finish, None, choice.vector)
+            )
         ]
 
     async def next(self, timeout: float | None = None) -> list[Delta]:

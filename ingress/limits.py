@@ -184,7 +184,12 @@ class Limiter:
 
     def _estimated(self, tenant: _Tenant, request: Request, now: float) -> Hold:
         sampling, given = request.sampling, request.input
-        if given.token_ids is not None:
+        if given.embedding is not None:
+            sizes = [
+                len(each) * (1 if isinstance(each, list) else 1 / BYTES_PER_TOKEN) for each in given.embedding.inputs
+            ]
+            prompt_tokens = int(sum(sizes))
+        elif given.token_ids is not None:
             prompt_tokens = len(given.token_ids)
         elif given.prompt is not None:
             prompt_tokens = len(given.prompt) // BYTES_PER_TOKEN

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ingress.identity import Caller
-from shared import audit, config, deployment_views, deployments, manifests, registry, tools
+from shared import audit, config, deployment_views, deployments, encoders, manifests, registry, tools
 from shared.deployment_views import DeploymentDetail, DeploymentEntry
 from shared.errors import BadRequest, DeploymentNotFound, NotFound, VersionFailed
 from shared.manifests import Manifest
@@ -80,7 +80,8 @@ class Registrar:
         if asked.source.startswith(registry.SIMULATED):
             if asked.manifest_sha256 is not None:
                 raise BadRequest("manifest_sha256: a simulated model has no files", param="manifest_sha256")
-            manifest = manifests.of_simulated(model, asked.version, asked.engine or EngineSettings())
+            encoder = encoders.simulated(asked.source)
+            manifest = manifests.of_simulated(model, asked.version, asked.engine or EngineSettings(), encoder)
             return await registry.register(self.bus, _record(asked, manifest))
         if asked.source == registry.STORED:
             return await self._register_stored(model, asked)
@@ -156,6 +157,7 @@ def _record(asked: NewVersion, manifest: Manifest, tool_dialect: str = "") -> Ve
         engine=manifest.engine,
         limits=asked.limits,
         tool_dialect=tool_dialect,
+        encoder=manifest.encoder,
         created=int(time.time()),
     )
 
@@ -179,8 +181,14 @@ def _stored_manifest(objects: "ObjectStore", model: str, asked: NewVersion) -> t
     config = next((file for file in manifest.files if file.name == manifests.CONFIG_NAME), None)
     if config is None or not any(file.name.endswith(".safetensors") for file in manifest.files):
         raise BadRequest("the manifest names no config.json with *.safetensors", param="manifest_sha256")
+    if manifest.encoder is None and any(file.name == encoders.MODULES_NAME for file in manifest.files):
+        raise BadRequest(
+            f"the manifest names {encoders.MODULES_NAME} and does not say `encoder`: `headrace models push` does",
+            param="manifest_sha256",
+        )
     raw = objects.get(manifests.blob_key(config.sha256))
-    manifest = replace(manifest, max_model_len=manifests.model_length(raw, manifests.CONFIG_NAME, manifest.engine))
+    length = manifests.model_length(raw, manifests.CONFIG_NAME, manifest.engine, manifest.encoder)
+    manifest = replace(manifest, max_model_len=length)
     blobs.put_manifest(objects, manifest)
     templates = {
         file.name: objects.get(manifests.blob_key(file.sha256))

@@ -156,6 +156,8 @@ class Body(NotServed, kw_only=True):
     SERVED: ClassVar[frozenset[str]] = frozenset()  # fields of NotServed that this route serves after all
     ROLES: ClassVar[tuple[str, ...]] = get_args(Role)  # of its messages
     STOP: ClassVar[str] = "stop"  # the field with the stop strings
+    EMBEDS: ClassVar[bool] = False  # what is asked for is vectors
+    SEVERAL: ClassVar[str] = "prompt"  # the field that may hold several, each with an answer
     INCLUDES_STOP: ClassVar[bool] = False  # the stop string that ended an output has to be known
     FORMAT: ClassVar[str] = "response_format"  # the field that `format_wanted` is of
 
@@ -174,6 +176,10 @@ class Body(NotServed, kw_only=True):
 
     def echoes(self) -> bool:
         """Whether the answer begins with the prompt."""
+        return False
+
+    def in_base64(self) -> bool:
+        """Whether vectors are written so."""
         return False
 
     def tool_use(self) -> ToolUse | None:

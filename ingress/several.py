@@ -1,8 +1,10 @@
-"""Several prompts in one request: on the bus a request for each, towards the client one answer with all their choices."""
+"""Several prompts, or packs of inputs to embed, in one request: on the bus a request for each, towards the client one answer
+with all their choices."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from shared.errors import HeadraceError
@@ -14,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class Several:
-    """The streams of the prompts as one source. Choice c of prompt p is choice p * n + c of the answer."""
+    """The streams of the prompts as one source. The choices of each follow those of the prompt before it."""
 
     def __init__(self, streams: "list[Stream]") -> None:
         self.rid, self.sequence = streams[0].rid, streams[0].sequence
         self._streams = streams
         self._open = len(streams)
+        self._firsts = [0, *accumulate(stream.request.sampling.n for stream in streams)]  # choices before each
         self._deltas: list[Delta] = []
         self._error: HeadraceError | None = None
         self._changed = asyncio.Event()
@@ -73,7 +76,7 @@ class Several:
     async def pump(self, number: int) -> None:
         """Read one of the streams to its end."""
         stream = self._streams[number]
-        first = number * stream.request.sampling.n
+        first = self._firsts[number]
         try:
             while True:
                 for delta in await stream.next():

@@ -5,7 +5,7 @@ import secrets
 from ingress.constraints import to_grammar
 from ingress.schemas import INSTEAD, NEUTRAL, Body
 from ingress.tool_schemas import dialect
-from shared.errors import BadRequest, ContextLength, Unsupported
+from shared.errors import BadRequest, ContextLength, Unsupported, WrongTask
 from shared.records import Version
 from shared.settings import Settings
 from shared.tools import MARKS
@@ -13,6 +13,14 @@ from shared.wire import Input, Sampling
 
 SEED_BITS = 64
 TOP_P_MIN = 1e-9  # what 0 stands for: the likeliest token alone
+
+
+def check_task(body: Body, version: Version) -> None:
+    """Raises WrongTask when a version is asked for what it does not do."""
+    if body.EMBEDS and version.encoder is None:
+        raise WrongTask(f"{version.model} generates text and makes no embeddings", param="model")
+    if not body.EMBEDS and version.encoder is not None:
+        raise WrongTask(f"{version.model} makes embeddings, by /v1/embeddings, and generates no text", param="model")
 
 
 def refuse_not_served(body: Body) -> None:

@@ -64,7 +64,10 @@ class DeadLetter(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, gc=False):
-    """The next tokens of one choice, for the client: in order, each once. `usage` comes once, with or after the last finish."""
+    """The next tokens of one choice, for the client: in order, each once. `usage` comes once, with or after the last finish.
+
+    `vector`: with the finish of a choice that is embedded.
+    """
 
     choice: int
     ids: list[int]
@@ -72,6 +75,7 @@ class Deliver(msgspec.Struct, gc=False):
     logprobs: list[Logprob] | None
     finish: str | None
     usage: Usage | None
+    vector: bytes = b""
 
 
 class End(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ HeadraceError
 |   +-- ContextLength       400 context_length_exceeded  prompt (and max_tokens) over the model's length
 |   +-- Unsupported         400 unsupported_parameter    known to the API, not served by this model or engine
 |   +-- PreviousNotFound    400 previous_response_not_found  `previous_response_id` is of no response that is kept and has ended
+|   +-- WrongTask           400 wrong_task               it was asked to embed and generates, or the other way round
 |   +-- VersionConflict     400 version_conflict         X-Version-Pin and `model@version` differ
 |   +-- KeyReused           422 idempotency_key_reused   the idempotency key came before, with another body
 +-- InvalidApiKey           401 invalid_api_key          no key, or one that is unknown, revoked or expired
@@ -93,6 +94,10 @@ class Unsupported(BadRequest):
 
 class PreviousNotFound(BadRequest):
     code = "previous_response_not_found"
+
+
+class WrongTask(BadRequest):
+    code = "wrong_task"
 
 
 class VersionConflict(BadRequest):

@@ -11,7 +11,8 @@ import hashlib
 
 import msgspec
 
-from shared import subjects
+from shared import encoders, subjects
+from shared.encoders import Encoder
 from shared.errors import BadRequest
 from shared.records import EngineSettings
 
@@ -30,7 +31,7 @@ class ManifestFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a version consists of. The same files and settings always encode to the same bytes."""
 
     model: str
@@ -39,6 +40,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineSettings
     max_model_len: int  # tokens
     memory_bytes: int  # the weights alone; the KV cache comes on top
+    encoder: Encoder | None = None  # of a model that makes vectors
 
     @property
     def size(self) -> int:
@@ -65,10 +67,12 @@ def sha256_of(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def of_simulated(model: str, version: str, engine: EngineSettings) -> Manifest:
+def of_simulated(model: str, version: str, engine: EngineSettings, encoder: Encoder | None = None) -> Manifest:
     """What stands for a simulated model, which has no files: its sha256 is the version's identity."""
     length = engine.max_model_len or 0
-    return Manifest(model=model, version=version, files=[], engine=engine, max_model_len=length, memory_bytes=0)
+    return Manifest(
+        model=model, version=version, files=[], engine=engine, max_model_len=length, memory_bytes=0, encoder=encoder
+    )
 
 
 def blob_key(sha256: str) -> str:
@@ -81,8 +85,10 @@ def manifest_key(model: str, version: str) -> str:
     return f"{MODELS}{subjects.encode_token(model)}/{subjects.encode_token(version)}/{MANIFEST_NAME}"
 
 
-def model_length(config: bytes, where: str, engine: EngineSettings) -> int:
+def model_length(config: bytes, where: str, engine: EngineSettings, encoder: Encoder | None = None) -> int:
     """Tokens that a model was made for by its config.json, or fewer if the engine settings say so. Raises BadRequest."""
+    if encoder is not None:
+        return encoders.length(encoder, engine.max_model_len)
     try:
         values = msgspec.json.decode(config)
         text = values.get("text_config", values)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from shared.encoders import Encoder
 from shared.stored import Stored, json
 from shared.wire import Logprob, Request, Usage, WireError
 
@@ -85,6 +86,7 @@ class Version(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     engine: EngineSettings = EngineSettings()
     limits: VersionLimits = VersionLimits()
     tool_dialect: str = ""  # by its chat template; "": not known
+    encoder: Encoder | None = None  # it makes vectors; None: it generates text
     created: int = 0  # unix seconds
     reason: str = ""  # why it failed
     retired: int = 0  # unix seconds of its removal
@@ -183,6 +185,7 @@ class KeptChoice(msgspec.Struct, array_like=True):
     text: list[str]
     logprobs: list[Logprob] | None
     finish: str | None
+    vector: bytes = b""
 
 
 class Outcome(msgspec.Struct, array_like=True):

@@ -30,6 +30,7 @@ class Part(msgspec.Struct, omit_defaults=True):
     text: list[str] = []  # what each id added
     logprobs: list[Logprob] | None = None  # of each id
     finish: str | None = None  # "stop" | "length": it is complete
+    vector: bytes = b""  # of what is embedded
 
 
 class Checkpoint(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -79,6 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tenant_burst: int = 32  # of one of weight 1, over all ingresses: with more waiting it has to take turns
     choices_max: int = 16
     prompts_max: int = 64  # of one request
+    embedding_inputs_max: int = 2048  # of one request
     stop_strings_max: int = 4
     keepalive_s: float = 10.0
     head_hold_s: float = 1.0

@@ -27,13 +27,14 @@ class Delta(msgspec.Struct, gc=False):
     text: str
     logprobs: list[wire.Logprob] | None
     finish: str | None
+    vector: bytes = b""  # with the finish, of what is embedded
 
 
 def deltas_of(part: Deliver) -> list[Delta]:
     """A delivery, token by token; its finish goes with the last one."""
     last = len(part.ids) - 1
     if last < 0:
-        return [Delta(part.choice, [], "".join(part.text), None, part.finish)]
+        return [Delta(part.choice, [], "".join(part.text), None, part.finish, part.vector)]
     logprobs = part.logprobs
     return [
         Delta(

@@ -102,8 +102,16 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     tool_call_id: str | None = None
 
 
+class Embedding(msgspec.Struct, omit_defaults=True):
+    """What to make vectors of: each input is a choice of the answer, which ends without a token and with its vector."""
+
+    inputs: list[str | list[int]]  # texts, or their token ids with those that the model wants around them
+    first: int = 0  # the place of the first one among all that the caller gave, for errors
+    dimensions: int = 0  # of a vector; 0: the model's
+
+
 class Input(msgspec.Struct, omit_defaults=True):
-    """What to continue: exactly one of messages, prompt and token ids is set. `tools` go with messages."""
+    """What to continue: exactly one of messages, prompt, token ids and embedding is set. `tools` go with messages."""
 
     messages: list[ChatMessage] | None = None
     prompt: str | None = None
@@ -111,6 +119,7 @@ class Input(msgspec.Struct, omit_defaults=True):
     tools: list[dict[str, Any]] | None = (
         None  # as the chat template takes them: {"type": "function", "function": {...}}
     )
+    embedding: Embedding | None = None  # `Sampling.n` is the number of its inputs
 
 
 class StoredInput(msgspec.Struct, frozen=True):
@@ -195,6 +204,7 @@ class Frame(msgspec.Struct, tag="f", array_like=True):
     finish: str | None = None  # "stop" | "length": this choice is complete
     usage: Usage | None = None  # with the finish of the last choice
     error: WireError | None = None  # ends the request
+    vector: bytes = b""  # with the finish of a choice that is embedded: its numbers, float32, little-endian
 
 
 def is_even(frame: Frame) -> bool:

@@ -276,7 +276,7 @@ class ClaimTable:
                 self._fail(claim, WireError(*event.error), now, actions)
                 continue
             index = claim.history.append(event)
-            if event.ids:
+            if event.ids or event.vector:
                 self._trials.over(claim.rid)
             for reply, subscriber in list(claim.subscribers.items()):
                 if subscriber.awaiting is not None:
@@ -295,6 +295,7 @@ class ClaimTable:
                     event.logprobs,
                     event.finish,
                     event.usage,
+                    vector=event.vector,
                 )
                 actions.append(Send(reply, frame))
             if not claim.history.unfinished:
@@ -562,7 +563,7 @@ class ClaimTable:
             request = msgspec.structs.replace(claim.delivery.request, input=Input())
             claim.delivery = msgspec.structs.replace(claim.delivery, request=request)
             self._kept[claim.rid] = (claim, now + self.limits.history_kept_s)
-            self._kept_tokens += claim.history.tokens
+            self._kept_tokens += claim.history.weight
             claim.history.pack()
             while self._kept_tokens > self.limits.history_tokens_max:
                 self._forget_kept(next(iter(self._kept)))
@@ -579,4 +580,4 @@ class ClaimTable:
     def _forget_kept(self, rid: str) -> None:
         found = self._kept.pop(rid, None)
         if found is not None and found[0].history is not None:
-            self._kept_tokens -= found[0].history.tokens
+            self._kept_tokens -= found[0].history.weight

@@ -25,7 +25,7 @@ from workers.jobs import Action, Begin, Cut, HandBack, JobLimits, JobTable, Look
 from workers.letters import bury, keep_request
 from workers.metering import Meter
 from workers.metrics import WorkerMetrics
-from workers.preparing import Preparer
+from workers.preparing import Prepared, Preparer
 from workers.queues import JobQueues
 from workers.turns import Turns
 
@@ -211,15 +211,17 @@ class Detached:
     def _begin(self, begin: Begin) -> None:
         request = begin.request
 
-        def ready(prompt_ids: list[int], sampling: wire.Sampling) -> None:
-            self._meter.submitted(begin.run, request.rid, len(prompt_ids), time.monotonic())
+        def ready(prepared: Prepared) -> None:
+            self._meter.submitted(begin.run, request.rid, prepared.tokens, time.monotonic())
             self.submitted += 1
             self._engine.submit(
                 EngineRequest(
                     key=begin.run,
                     tenant=begin.tenant,
-                    prompt_ids=prompt_ids,
-                    sampling=sampling,
+                    prompt_ids=prepared.prompt_ids,
+                    sampling=prepared.sampling,
+                    inputs=prepared.inputs,
+                    dimensions=prepared.dimensions,
                     prefix=begin.prefix,
                     limits=self._limits(begin.tenant),
                     detached=True,

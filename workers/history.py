@@ -1,4 +1,4 @@
-"""What one claim has generated, per choice, kept so that a subscriber can be served from any position."""
+"""What one claim has generated, or embedded, per choice, kept so that a subscriber can be served from any position."""
 
 import enum
 
@@ -8,6 +8,7 @@ from shared.wire import Attach, Frame, Logprob, Usage, digest
 from workers.engine.request import TokenEvent
 
 FRAME_TOKENS_MAX = 256  # of one frame when a subscriber is brought up to date
+TOKEN_BYTES = 6  # of a packed token
 FRAME_SCORED_MAX = 32  # with log probabilities, of which a token can have twenty
 
 
@@ -29,7 +30,7 @@ class Match(enum.Enum):
 class Choice:
     """One choice. A run that was started from a prefix tells its text at once, its log probabilities never."""
 
-    __slots__ = ("base", "finish", "ids", "logprobs", "scored", "text")
+    __slots__ = ("base", "finish", "ids", "logprobs", "scored", "text", "vector")
 
     def __init__(self, prefix: list[int], scores: bool) -> None:
         self.ids = list(prefix)
@@ -38,6 +39,7 @@ class Choice:
         self.scored = len(prefix) if scores else 0  # logprobs[0] belongs to ids[scored]
         self.logprobs: list[Logprob] | None = None
         self.finish: str | None = None
+        self.vector = b""
 
     def match_ids(self, ids: list[int]) -> Match:
         have, position = len(self.ids), len(ids)
@@ -79,6 +81,11 @@ class History:
         self.tokens = sum(map(len, prefix))  # of all choices
         self._packed = b""
 
+    @property
+    def weight(self) -> int:
+        """The room that it takes once it is packed, in tokens."""
+        return self.tokens + sum(len(choice.vector) for choice in self.choices) // TOKEN_BYTES
+
     def pack(self) -> None:
         """Take little room until `unpack`: a token is six bytes then, and not a hundred in three objects."""
         self._packed = _pack([(choice.ids, choice.text, choice.logprobs) for choice in self.choices])
@@ -105,7 +112,7 @@ class History:
         if event.logprobs is not None:
             choice.logprobs = (choice.logprobs or []) + event.logprobs
         if event.finish is not None and choice.finish is None:
-            choice.finish = event.finish
+            choice.finish, choice.vector = event.finish, event.vector
             self.unfinished -= 1
         self.usage = event.usage or self.usage
         return index
@@ -144,7 +151,7 @@ class History:
                 frames.append(frame)
                 start = stop
                 if stop == end:
-                    frame.finish = choice.finish
+                    frame.finish, frame.vector = choice.finish, choice.vector
                     last = frame if choice.finish is not None else last
                     break
         if last is not None and not self.unfinished:

@@ -301,15 +301,16 @@ class JobTable:
             if event.logprobs is not None:
                 part.logprobs = (part.logprobs or []) + event.logprobs
             part.finish = part.finish or event.finish
-            if event.ids:
+            part.vector = event.vector or part.vector
+            if event.ids or event.vector:
                 job.changed, job.moved_at = True, now
             if event.usage is not None:
                 self._run_over(job)
                 job.usage = event.usage
                 actions += self._end(job, None)
             elif (
-                event.ids and job.deaths
-            ):  # it is no suspect: that has to be known before another one may end this worker
+                event.ids or event.vector
+            ) and job.deaths:  # it is no suspect: that has to be known before another one may end this worker
                 job.deaths, job.save_at = 0, now
                 actions += [] if job.saving else [self._save(job)]
         return actions + self._next_trial(now)
@@ -429,7 +430,7 @@ class JobTable:
         job.saving, job.changed, job.marked = True, False, held
         job.cleared = not job.deaths
         parts = [
-            Part(list(each.ids), list(each.text), each.logprobs and list(each.logprobs), each.finish)
+            Part(list(each.ids), list(each.text), each.logprobs and list(each.logprobs), each.finish, each.vector)
             for each in job.parts
         ]
         checkpoint = Checkpoint(

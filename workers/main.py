@@ -205,7 +205,9 @@ class Worker:
         if self._device:
             self._timed("device", lambda: hold_device(self._settings.data_path, self._device))
         threads = self._settings.torch_threads
-        return self._timed("load", lambda: load_engine(version.source, directory, version.engine, threads))
+        return self._timed(
+            "load", lambda: load_engine(version.source, directory, version.engine, threads, version.encoder)
+        )
 
     def _fetch(self, version: Version) -> Path:
         from shared.objects import ObjectStore

@@ -29,7 +29,11 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("vllm:num_requests_running", "Sequences in the batch", stats.running),
             ("vllm:num_requests_waiting", "Requests claimed and not in the batch", stats.waiting),
-            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", stats.blocks_used / info.blocks_total),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of KV blocks in use, 0 to 1",
+                stats.blocks_used / max(1, info.blocks_total),
+            ),
             ("headrace_kv_blocks_cached", "Free KV blocks whose contents can still be matched", stats.blocks_cached),
             ("headrace_step_milliseconds", "Time of an engine step, a moving mean", stats.step_ms),
             ("headrace_engine_blocked", "1 while a request waits for room in the batch", int(stats.blocked)),

@@ -17,7 +17,7 @@ class _Seen(msgspec.Struct):
 
 
 class RunObserver:
-    """Times of runs: from their start to the first token, between tokens, to the end."""
+    """Times of runs: from their start to the first token (or vector), between tokens, to the end."""
 
     def __init__(self, metrics: WorkerMetrics, on_first_token: Callable[[float], None]) -> None:
         self._metrics, self._on_first_token = metrics, on_first_token
@@ -43,7 +43,7 @@ class RunObserver:
                 self._metrics.failed(event.error[0])
                 del self._runs[event.key]
                 continue
-            if event.ids and not event.echo:
+            if (event.ids and not event.echo) or event.vector:
                 self._token(seen, event, now)
             if event.finish is not None:
                 self._metrics.finished(event.finish)
@@ -56,7 +56,7 @@ class RunObserver:
         before = seen.last.get(event.choice)
         if before is not None:
             self._metrics.inter_token.observe(now - before)
-        elif seen.tokens == 0:
+        elif not seen.last:
             self._metrics.ttft.observe(now - seen.begun)
             if not self._any_token:
                 self._any_token = True

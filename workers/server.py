@@ -29,7 +29,7 @@ from workers.letters import bury, dead_letter
 from workers.metering import Meter
 from workers.metrics import WorkerMetrics
 from workers.observer import RunObserver
-from workers.preparing import Preparer
+from workers.preparing import Prepared, Preparer
 from workers.queues import FairQueues
 from workers.replier import Replier
 from workers.turns import Turns, mean_service
@@ -354,17 +354,19 @@ class WorkerServer:
     def _prepare(self, start: Start) -> None:
         request = start.request
 
-        def ready(prompt_ids: list[int], sampling: wire.Sampling) -> None:
+        def ready(prepared: Prepared) -> None:
             now = time.monotonic()
             self._observer.started(start, now)
-            self._meter.submitted(start.run, request.rid, len(prompt_ids), now)
+            self._meter.submitted(start.run, request.rid, prepared.tokens, now)
             self._submitted += 1
             self._engine.submit(
                 EngineRequest(
                     key=start.run,
                     tenant=start.tenant,
-                    prompt_ids=prompt_ids,
-                    sampling=sampling,
+                    prompt_ids=prepared.prompt_ids,
+                    sampling=prepared.sampling,
+                    inputs=prepared.inputs,
+                    dimensions=prepared.dimensions,
                     prefix=start.prefix,
                     limits=self._limits(start.tenant),
                     admit_by=self._admit_by(start),

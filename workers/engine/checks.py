@@ -3,12 +3,19 @@
 import math
 from collections.abc import Sequence
 
-from shared.errors import BadRequest, ContextLength
-from shared.wire import Sampling
+from shared.errors import BadRequest, ContextLength, WrongTask
+from shared.wire import Embedding, Sampling
 
 CHOICES_MAX = 128
 LOGPROBS_MAX = 20
 GRAMMAR_LENGTH_MAX = 1 << 18
+
+
+class Generates:
+    """The part of the protocol that an engine which generates refuses."""
+
+    def prepare_inputs(self, embedding: Embedding) -> list[list[int]]:
+        raise WrongTask("this model generates text and makes no embeddings", param="model")
 
 
 def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:

@@ -20,7 +20,7 @@ from shared.errors import ContextLength, EngineFailed, HeadraceError
 from shared.records import EngineSettings
 from shared.wire import Input, Logprob, Sampling
 from workers.engine.blocks import BlockPool
-from workers.engine.checks import check_ids, check_length, check_sampling
+from workers.engine.checks import Generates, check_ids, check_length, check_sampling
 from workers.engine.drafts import Drafter
 from workers.engine.observer import StepObserver
 from workers.engine.out_of_memory import give_back, is_lost, is_out_of_memory
@@ -76,7 +76,7 @@ class Runner(Protocol):
         """Choose a token for each slice that samples."""
 
 
-class BatchEngine:
+class BatchEngine(Generates):
     """The `Engine` protocol over any runner and text side. Construct it, then `start` it once."""
 
     def __init__(

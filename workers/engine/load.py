@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from shared import encoders
+from shared.encoders import Encoder
 from shared.records import EngineSettings
 from workers.engine.request import Engine
 
@@ -50,13 +52,18 @@ def check_settings(settings: EngineSettings) -> None:
             raise LoadRefused(f"{name} must be at least 1, not {value}")
 
 
-def load_engine(source: str, directory: Path | None, settings: EngineSettings, threads: int) -> Engine:
+def load_engine(
+    source: str, directory: Path | None, settings: EngineSettings, threads: int, encoder: Encoder | None = None
+) -> Engine:
     """The engine of a version, not yet started.
 
     `source` is "sim:<profile>", or anything else for a model whose files (Hugging Face layout, safetensors) are in
-    `directory`. `threads` is for torch on the CPU; 0: the cores this process may use. Blocking, seconds. Raises LoadRefused.
+    `directory`. `threads` is for torch on the CPU; 0: the cores this process may use. `encoder`: how a model
+    makes vectors, of one that does. Blocking, seconds. Raises LoadRefused.
     """
     check_settings(settings)
+    if encoder is not None:
+        return _load_encoder(source, directory, settings, threads, encoder)
     if source.startswith(SIMULATED):
         from workers.engine.sim import load_simulated
 
@@ -75,3 +82,23 @@ def load_engine(source: str, directory: Path | None, settings: EngineSettings, t
     from workers.engine.model import load
 
     return load(directory, settings, threads)
+
+
+def _load_encoder(
+    source: str, directory: Path | None, settings: EngineSettings, threads: int, encoder: Encoder
+) -> Engine:
+    """The engine of a version that makes vectors. Raises LoadRefused."""
+    if source == encoders.SIMULATED:
+        from workers.engine.sim_encoder import load_simulated_encoder
+
+        return load_simulated_encoder(settings, encoder)
+    if directory is None:
+        raise LoadRefused(f"the source {source!r} needs the directory of its files")
+    defaults = EngineSettings()
+    for name in ("engine", "weights", "tensor_parallel", "kv_dtype"):
+        if getattr(settings, name) != getattr(defaults, name):
+            raise LoadRefused(f"{name}={getattr(settings, name)} is for models that generate text")
+    import_engine(source)
+    from workers.engine.encoder_model import load
+
+    return load(directory, settings, threads, encoder)

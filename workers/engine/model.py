@@ -48,7 +48,7 @@ class Phases:
 @torch.inference_mode()
 def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine:
     """The engine of the model in `directory` (Hugging Face layout, safetensors). Raises LoadRefused with the reason."""
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    set_threads(threads)
     phases = Phases()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = _dtype(settings.dtype, device)
@@ -88,6 +88,11 @@ def load(directory: Path, settings: EngineSettings, threads: int) -> BatchEngine
     )
     log.info("loaded %s: %s", directory.name, info)
     return BatchEngine(side.runner, text, info, settings)
+
+
+def set_threads(threads: int) -> None:
+    """Of torch on the CPU; 0: the cores that this process may use."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from shared.wire import Input, Logprob, Sampling, Usage
+from shared.wire import Embedding, Input, Logprob, Sampling, Usage
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,12 +26,14 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
-    """A prompt to continue. `key` names one run of it: a restarted generation has a fresh key."""
+    """A prompt to continue, or inputs to embed. `key` names one run of it: a restarted generation has a fresh key."""
 
     key: str
     tenant: str
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # [] with `inputs`
     sampling: Sampling
+    inputs: list[list[int]] = []  # ids of each: an engine of vectors takes these, one that generates prompt_ids
+    dimensions: int = 0  # of their vectors; 0: the model's
     prefix: list[list[int]] = []  # per choice: ids handed out before (by another worker), an echo's too; [] = none
     limits: TenantLimits = TenantLimits()  # the tenant's, as of now
     admit_by: float | None = None  # time.monotonic() by which it should be in the batch; None: no matter when
@@ -56,7 +58,8 @@ class TokenEvent(msgspec.Struct, kw_only=True):
     while characters are incomplete or may become a stop string. What was held back is in the last `text` of the finish.
     A resumed run whose prefix is already complete has one event with no ids and a finish. The text released by the k-th
     id depends on the first k ids only, never on chunking, neighbours or where the run was resumed. So a choice with a
-    prefix first has an event with nothing but `before`, the text of its prefix.
+    prefix first has an event with nothing but `before`, the text of its prefix. A choice that is embedded has one event: no
+    ids, its finish and its vector.
     """
 
     key: str
@@ -69,6 +72,7 @@ class TokenEvent(msgspec.Struct, kw_only=True):
     finish: str | None = None  # "stop" | "length": this choice is complete
     usage: Usage | None = None  # with the finish of the last choice of the run
     error: tuple[str, str] | None = None  # (code of shared.errors, message): the whole run ended
+    vector: bytes = b""  # float32, little-endian
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -107,7 +111,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class Engine(Protocol):
-    """Continuous batching on a thread of its own. All methods but `prepare` are cheap and called on the event loop."""
+    """Continuous batching on a thread of its own. All methods but `prepare...` are cheap and called on the event loop."""
 
     info: EngineInfo
 
@@ -120,8 +124,11 @@ class Engine(Protocol):
     def prepare(self, prompt: Input, sampling: Sampling) -> list[int]:
         """Prompt ids of an input: chat template, tokenising, checks. Thread-safe and blocking: call it off the loop.
 
-        Raises BadRequest, ContextLength (both numbers in its message) or Unsupported.
+        Raises BadRequest, ContextLength (both numbers in its message), Unsupported, or WrongTask if it makes vectors.
         """
+
+    def prepare_inputs(self, embedding: Embedding) -> list[list[int]]:
+        """The same of inputs to embed. Raises WrongTask if it generates."""
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a run. It starts at a step edge; it ends with a finish for each choice, an error, or `cancel`."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from shared.errors import EngineFailed, HeadraceError
 from shared.wire import Input, Sampling
 from workers.engine.blocks import blocks_for
-from workers.engine.checks import check_ids, check_length, check_sampling
+from workers.engine.checks import Generates, check_ids, check_length, check_sampling
 from workers.engine.engine import LOST
 from workers.engine.fairness import TenantLedger
 from workers.engine.request import (
@@ -48,7 +48,7 @@ class Llm(Protocol):
     def step(self) -> list[Any]: ...
 
 
-class VllmEngine:
+class VllmEngine(Generates):
     """One thread that takes requests in, steps vLLM, and hands out tokens. `start` it once.
 
     vLLM does not survive an error of its own in a step. The engine is lost then: it stands still, and its stats show a step
