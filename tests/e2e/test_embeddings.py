@@ -104,6 +104,10 @@ def test_thousands_of_inputs_come_back_in_order(vectors_stack: Stack) -> None:
         alone = vectors_stack.post(PATH, {"model": "vectors", "input": inputs[number], "dimensions": 16}).json()
         assert found[number] == pytest.approx(alone["data"][0]["embedding"], abs=1e-7)
         assert sum(each * each for each in found[number]) == pytest.approx(1, abs=1e-5)
+    some = {"model": "vectors", "input": inputs[:40]}
+    once, again = (vectors_stack.post(PATH, some, **{"Idempotency-Key": "some"}) for _ in range(2))
+    assert (once.status_code, again.headers["idempotent-replayed"]) == (200, "true")
+    assert again.json() == once.json()
     error = refusal(vectors_stack.post(PATH, {"model": "vectors", "input": ["a"] * 2049}))
     assert error["param"] == "input"
     assert "2049" in error["message"]

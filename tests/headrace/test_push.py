@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from headrace import garbage, push
 from shared import blobs, config, manifests, records, registry, subjects
 from shared.bus import Bus
+from shared.encoders import Encoder
 from shared.errors import (
     BadRequest,
     Conflict,
@@ -135,6 +136,29 @@ def test_the_first_push_uploads_files_with_a_manifest_and_makes_the_route(bench:
     assert bench.run(lambda bus: registry.find_route(bus, bench.model)) == route  # no traffic by itself
     listed = bench.run(lambda bus: registry.list_versions(bus, bench.model))
     assert [version.version for version in listed] == ["v1", "v2"]
+
+
+def test_a_model_of_vectors_is_known_by_its_files(bench: Bench, directory: Path) -> None:
+    (directory / "modules.json").write_text(
+        json.dumps([{"path": "", "type": "models.Transformer"}, {"path": "1_Pooling", "type": "models.Pooling"}])
+    )
+    with pytest.raises(BadRequest, match="pools by nothing that is known"):
+        bench.push(directory)
+    (directory / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 8, "pooling_mode_cls_token": True}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
+    record = bench.push(directory)
+    assert record.encoder == Encoder(dimensions=8, length=100, positions=512, pooling="cls_token", normalized=False)
+    assert record.max_model_len == 100
+    assert bench.manifest("v1").encoder == record.encoder
+    assert bench.push(directory, "v2", engine=EngineSettings(max_model_len=300)).max_model_len == 300
+    with pytest.raises(BadRequest, match="not within the model's 512 tokens"):
+        bench.push(directory, "v3", engine=EngineSettings(max_model_len=513))
+    assert bench.push(directory) == bench.record("v1"), "the same again"
+    generating = bench.push("sim:zero", "v4")
+    assert generating.encoder is None
+    assert b"encoder" not in manifests.encode(manifests.of_simulated(bench.model, "v4", EngineSettings()))
 
 
 def test_a_version_never_changes(bench: Bench, directory: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shared import records, subjects, wire
+from shared import encoders, records, subjects, wire
 from shared.bus import Bus
 from shared.dispatch import Delta, Dispatcher, Stream
 from shared.lifeline import die_with_parent
@@ -125,7 +125,12 @@ def run_fleet(nats_server: Any, tmp_path: Path) -> Callable[..., None]:
             bus = await Bus.connect(settings, "test")
             await bus.ensure()
             version = records.Version(
-                model="m", version="v", state="available", source=source, engine=engine or records.EngineSettings()
+                model="m",
+                version="v",
+                state="available",
+                source=source,
+                engine=engine or records.EngineSettings(),
+                encoder=encoders.simulated(source),
             )
             await bus.kv_put(subjects.MODELS_BUCKET, subjects.key("m", "v"), records.encode(version))
             await bus.ensure_consumer("m", "v", subjects.LANE_FAST)

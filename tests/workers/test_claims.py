@@ -426,6 +426,36 @@ def test_every_choice_finishes_and_usage_comes_with_the_last() -> None:
     assert [frame.usage for frame in frames] == [None, Usage(3, 4)]
 
 
+def test_a_vector_comes_with_its_finish_again_and_again_and_after_a_new_attach() -> None:
+    claims = claimed(choices=2)
+    claims.attach(attach("s1", [[], []]), False, 0.0)
+    first = event(claims, [], 0, finish="stop", vector=b"1234")
+    (frame,) = items(Frame, claims.tokens([first], 1.0))
+    assert (frame.choice, frame.ids, frame.finish, frame.vector, frame.usage) == (0, [], "stop", b"1234", None)
+    assert items(Frame, claims.tick(5.0)) == [], "the other one is missing"
+    again = items(Frame, claims.attach(attach("s2", [[], []]), False, 5.0))
+    assert [(each.choice, each.sid, each.vector) for each in again] == [(0, "s2", b"1234")]
+    second = event(claims, [], 1, finish="stop", vector=b"5678", usage=Usage(9, 0))
+    (frame,) = items(Frame, claims.tokens([second], 6.0))
+    assert (frame.vector, frame.usage) == (b"5678", Usage(9, 0))
+    repeated = items(Frame, claims.tick(9.0))
+    assert [(each.vector, each.usage) for each in repeated] == [(b"1234", None), (b"5678", Usage(9, 0))]
+    claims.release(release(sid="s2"), 10.0)
+    kept = items(Frame, claims.attach(attach("s3", [[], []]), False, 11.0))
+    assert [each.vector for each in kept] == [b"1234", b"5678"]
+
+
+def test_kept_vectors_count_as_the_room_they_take() -> None:
+    claims = table(history_tokens_max=100)
+    for number in range(3):
+        claims.message(delivery(rid=f"rid{number}", seq=number + 1), 0.0)
+        claims.attach(Attach(f"rid{number}", "s1", HOME, [[]]), False, 0.0)
+        (run,) = (key for key, claim in claims._runs.items() if claim.rid == f"rid{number}")
+        claims.tokens([TokenEvent(key=run, choice=0, finish="stop", usage=Usage(1, 0), vector=b"x" * 300)], 0.0)
+        claims.release(Release(f"rid{number}", "s1", HOME, True), 0.0)
+    assert list(claims._kept) == ["rid1", "rid2"]
+
+
 def test_an_engine_error_goes_to_every_subscriber_and_to_who_comes_later() -> None:
     claims = serving([1])
     failed = TokenEvent(key=run_of(claims), choice=0, error=("engine_failed", "it raised"))

@@ -6,8 +6,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shared import results, subjects, tenants, usage, wire
-from shared.errors import Cancelled, ContextLength, GenerationDeadline, Poisoned, QueueDeadline
+from shared import encoders, results, subjects, tenants, usage, wire
+from shared.errors import (
+    BadRequest,
+    Cancelled,
+    ContextLength,
+    GenerationDeadline,
+    Poisoned,
+    QueueDeadline,
+    WrongTask,
+)
 from shared.jobs import Jobs, Ticket
 from shared.records import EngineSettings
 from shared.results import Result
@@ -57,6 +65,37 @@ def test_a_job_gives_what_the_same_request_gives_and_leaves_nothing(run_fleet: R
         assert (sums.requests, sums.completed) == (6, 6)
 
     run_fleet(work)
+
+
+def test_a_job_of_inputs_to_embed_is_a_result_with_their_vectors(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        it = Jobs(fleet.bus)
+        inputs = [f"text {word}" for word in ("one", "two", "three")]
+        asked = wire.Request(
+            wire.new_id(), "m", "v", wire.Input(embedding=wire.Embedding(inputs)), wire.Sampling(n=3, max_tokens=0)
+        )
+        result = await it.wait(await it.submit(asked, "a"), 10)
+        asked.rid = wire.new_id()
+        deltas = {delta.choice: delta for delta in await read(await fleet.dispatcher.submit(asked, "a"))}
+        assert result.error is None
+        assert [(part.ids, part.finish, part.vector) for part in result.parts] == [
+            ([], "stop", deltas[choice].vector) for choice in range(3)
+        ]
+        assert [len(part.vector) for part in result.parts] == [4 * encoders.SIMULATED_DIMENSIONS] * 3
+        wrong = wire.Request(wire.new_id(), "m", "v", wire.Input(prompt="go on"), wire.Sampling())
+        refused = await it.wait(await it.submit(wrong, "a"), 10)
+        assert refused.error is not None
+        assert refused.error.code == WrongTask.code
+        odd = wire.Request(wire.new_id(), "m", "v", asked.input, wire.Sampling(n=2))
+        refused = await it.wait(await it.submit(odd, "a"), 10)
+        assert refused.error is not None
+        assert (refused.error.code, refused.error.param) == (BadRequest.code, "n")
+        await nothing_is_left(fleet)
+        sums = (await usage.query(fleet.bus, 0, "a"))[0]
+        assert (sums.requests, sums.completed, sums.prompt_tokens, sums.output_tokens) == (2, 2, 12, 0)
+
+    run_fleet(work, source=encoders.SIMULATED)
 
 
 async def began(fleet: Fleet, it: Jobs, ticket: Ticket) -> None:
