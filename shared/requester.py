@@ -580,8 +580,7 @@ class Requester:
             self._plain = True
         self._usage = self._usage or usage
         if ids or finish or usage:
-            vector = frame.vector if finish is not None else b""
-            actions.append(Deliver(frame.choice, ids, text, logprobs, finish, usage, vector))
+            actions.append(Deliver(frame.choice, ids, text, logprobs, finish, usage, frame.vector if finish else b""))
         # After a resume the finish that carries the usage can be a repeated one, behind the last new one.
         if not self._unfinished and (self._usage is not None or len(self._choices) == 1):
             self._end(None, actions)

@@ -254,10 +254,13 @@ def reference(minilm: Path) -> Callable[[list[str]], list[list[float]]]:
 
     @torch.inference_mode()
     def vectors(texts: list[str]) -> list[list[float]]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # more would wait for one another, beside the processes that the tests start
         found = []
         for text in texts:
             outputs = model(**tokenizer(text, return_tensors="pt", padding=False)).last_hidden_state
             found.append(torch.nn.functional.normalize(outputs.mean(1))[0].tolist())
+        torch.set_num_threads(threads)
         return found
 
     return vectors

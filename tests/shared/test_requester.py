@@ -257,6 +257,19 @@ def test_frames_in_order_are_delivered() -> None:
     assert asks.frame("w1", frame(asks, "c1", 2, [3]), 0.1) == [Deliver(0, [3], ["<3>"], None, None, None)]
 
 
+def test_a_vector_is_delivered_with_the_first_finish_of_its_choice_and_not_again() -> None:
+    asks = streaming(choices=2)
+    first = only(Deliver, asks.frame("w1", frame(asks, "c1", 0, [], finish="stop", vector=b"1234"), 0.1))
+    assert (first.choice, first.ids, first.finish, first.vector) == (0, [], "stop", b"1234")
+    asks.no_responders("w1", 1.0)
+    grant(asks, "w2", "c2", 1.1)  # it computes both again
+    assert none(Deliver, asks.frame("w2", frame(asks, "c2", 0, [], finish="stop", vector=b"1235"), 1.2))
+    last = frame(asks, "c2", 0, [], choice=1, finish="stop", vector=b"5678", usage=Usage(9, 0))
+    actions = asks.frame("w2", last, 1.3)
+    assert only(Deliver, actions).vector == b"5678"
+    assert end_of(actions) is None
+
+
 def test_a_frame_is_trimmed_with_its_text_and_logprobs() -> None:
     asks = streaming()
     asks.frame("w1", frame(asks, "c1", 0, [1, 2]), 0.1)

@@ -31,6 +31,7 @@ FROM_WORKER = FromWorker(
     [
         Accepted("r", "c", 5, "$JS.ACK.REQ.fast-1.1.5.1.1.0", 1),
         Frame("r", "c", "s", 0, 3, [1, 70_000], ["a", "b"], [wire.Logprob(1, -0.5, b"a")] * 2, "stop"),
+        Frame("r", "c", "s", 1, 0, [], [], finish="stop", usage=wire.Usage(3, 0), vector=b"\x00\x00\x80?"),
         Ok("r", "c", "s", 1, "", 5),
         No("r", "s"),
     ],
