@@ -15,13 +15,14 @@ from ingress.context import Context
 from ingress.decoding import decode
 from ingress.family import Admitted, Family, encode_framing
 from ingress.identity import Caller
+from ingress.schemas import Body
 from shared import job_records, subjects
 from shared.bus import Bus
 from shared.errors import BadRequest, QueueFull, TooLarge, Unavailable, Unsupported
 from shared.job_records import JobRecord, Kind
 from shared.jobs import Jobs
 from shared.webhooks import Webhook
-from shared.wire import Malformed, Request, encode_request
+from shared.wire import CHOICES_MAX, Malformed, Request, encode_request
 
 RETRY_AFTER_S = 5.0  # where a tenant has as many jobs as it may
 
@@ -61,7 +62,7 @@ def admit_detached(
     """What to publish for a body that could have been posted to `path`, and how to answer; its request carries the framing.
 
     The same `rid` gives the same request again: a seed that the caller does not give is made of it. `stream` plays no part.
-    Raises what the route would refuse it with, Unsupported for several prompts.
+    Raises what the route would refuse it with, Unsupported for several prompts and for more inputs than one request has.
     """
     asked = Asked(family, decode(family.decoder, raw), len(raw), path, pin, session)
     caller.check_model(asked.reference)
@@ -72,7 +73,7 @@ def admit_asked(context: Context, asked: Asked, tenant: str, rid: str, created: 
     """The same of a body that has been decoded, for a model that its caller may use."""
     admitted = admit(context, asked, resolve(context, asked, tenant), rid)
     if admitted.parts:
-        raise Unsupported("prompt: several prompts are several jobs", param="prompt")
+        admitted = _in_one(admitted, asked.body)
     if asked.body.seed is None:
         admitted.request.sampling.seed = int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest()) >> 1
     if created is not None:
@@ -83,6 +84,17 @@ def admit_asked(context: Context, asked: Asked, tenant: str, rid: str, created: 
     except Malformed as error:
         raise BadRequest(f"the request cannot be stored: {error}") from None
     return admitted
+
+
+def _in_one(admitted: Admitted, body: Body) -> Admitted:
+    """What would be published as several requests, as one: nobody waits for its first part. Raises Unsupported."""
+    if not body.EMBEDS:
+        raise Unsupported("prompt: several prompts are several jobs", param="prompt")
+    if admitted.request.sampling.n > CHOICES_MAX:
+        raise Unsupported(
+            f"input: at most {CHOICES_MAX} inputs a job, got {admitted.request.sampling.n}", param="input"
+        )
+    return Admitted(msgspec.structs.replace(admitted.request, input=body.to_input()), admitted.framing)
 
 
 class Detached:

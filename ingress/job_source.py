@@ -96,7 +96,9 @@ class JobSource:
         told += part.ids[count:]
         self._check_known(choice)
         logprobs = part.logprobs[count:] if part.logprobs is not None else None
-        self._deltas += deltas_of(Deliver(choice, part.ids[count:], part.text[count:], logprobs, finish, None))
+        self._deltas += deltas_of(
+            Deliver(choice, part.ids[count:], part.text[count:], logprobs, finish, None, part.vector)
+        )
 
     def _check_known(self, choice: int) -> None:
         known, told = self._known, self._ids[choice]
@@ -157,7 +159,7 @@ def admitted_of(record: JobRecord, version: str) -> Admitted:
 def choice_of(part: Part) -> Choice:
     """A choice as far as it has come."""
     choice = Choice()
-    for delta in deltas_of(Deliver(0, part.ids, part.text, part.logprobs, part.finish, None)):
+    for delta in deltas_of(Deliver(0, part.ids, part.text, part.logprobs, part.finish, None, part.vector)):
         choice.add(delta)
     return choice
 

@@ -16,8 +16,9 @@ from ingress.keys import Keys
 from ingress.registrar import Registrar
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
+from ingress.routes.embeddings import Embeddings
 from ingress.routes.infer import Infer
-from shared import job_records, job_status, subjects, wire
+from shared import encoders, job_records, job_status, subjects, wire
 from shared.bus import Bus
 from shared.dispatch import Dispatcher
 from shared.errors import (
@@ -28,6 +29,7 @@ from shared.errors import (
     ModelNotFound,
     QueueFull,
     Unsupported,
+    WrongTask,
 )
 from shared.router import Router
 from shared.settings import Settings
@@ -60,7 +62,7 @@ def with_context(make: Any, nats_url: str, work: Callable[[Context], Awaitable[N
 def admitted(
     context: Context, body: Any, path: str = "/v1/chat/completions", caller: Caller = LOCAL, **more: Any
 ) -> Any:
-    family = family_at((Chat(), Completions(), Infer()), path)
+    family = family_at((Chat(), Completions(), Infer(), Embeddings()), path)
     return admit_detached(context, family, msgspec.json.encode(body), caller, RID, path=path, **more)
 
 
@@ -77,6 +79,24 @@ def test_a_detached_request_is_what_its_route_would_publish(nats_server: Any, ma
         assert again[0] == again[1], "submitted again, it draws the same tokens"
         pinned = admitted(context, {"input": "Hi", "stream": True}, "/v1/models/m@stable/infer")
         assert (pinned.request.version, pinned.request.movable, pinned.reference) == ("v1", False, "m@stable")
+
+    with_context(make, nats_server.url, work)
+
+
+def test_inputs_to_embed_are_one_job_whatever_their_number(nats_server: Any, make: Any) -> None:
+    async def work(context: Context) -> None:
+        context.router.put_version(make.version("v1", "vectors", encoder=encoders.simulated(encoders.SIMULATED)))
+        context.router.put_route(make.route(("v1", 10_000), model="vectors", stable="v1"))
+        body = {"model": "vectors", "input": ["text"] * 128, "dimensions": 8, "encoding_format": "base64"}
+        found = admitted(context, body, "/v1/embeddings")
+        assert found.parts == []
+        assert found.request.input == wire.Input(embedding=wire.Embedding(["text"] * 128, 0, 8))
+        assert (found.request.sampling.n, found.framing.base64) == (128, True)
+        with pytest.raises(Unsupported, match="at most 128 inputs a job, got 129") as caught:
+            admitted(context, body | {"input": ["text"] * 129}, "/v1/embeddings")
+        assert caught.value.param == "input"
+        with pytest.raises(WrongTask):
+            admitted(context, body | {"model": "m"}, "/v1/embeddings")
 
     with_context(make, nats_server.url, work)
 

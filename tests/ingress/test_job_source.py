@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,6 +13,7 @@ from ingress.family import Admitted, Framing, encode_framing
 from ingress.job_source import admitted_of, answer_of, open_source, wait_ended
 from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
+from ingress.routes.embeddings import Embeddings
 from ingress.routes.messages import Messages
 from shared import job_records, job_status, results, wire
 from shared.bus import Bus
@@ -177,6 +179,11 @@ def test_a_stored_result_is_answered_as_its_route_would(nats_server: Any) -> Non
         found = answer_of(family, admitted, failed)
         assert found.status == 400
         assert json.loads(found.body)["error"]["code"] == "context_length_exceeded"
+
+    vectors = [struct.pack("<2f", 1.0, 0.5), struct.pack("<2f", 2.0, 0.25)]
+    embedded = ended(*(Part(finish="stop", vector=each) for each in vectors))
+    answer = json.loads(answer_of(Embeddings(), admitted, embedded).body)
+    assert [each["embedding"] for each in answer["data"]] == [[1.0, 0.5], [2.0, 0.25]]
 
     async def work(bus: Bus) -> None:
         record = await made(bus)

@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.push import push
-from shared import blobs, manifests, registry
+from shared import blobs, encoders, manifests, registry
 from shared.bus import Bus
+from shared.encoders import Encoder
 from shared.manifests import Manifest, ManifestFile
 from shared.objects import ObjectStore
 from shared.records import EngineSettings, VersionLimits
@@ -124,6 +125,36 @@ def test_files_that_are_in_the_store_become_a_version_and_another_with_other_set
         assert blobs.read_manifest(objects, second.manifest_sha256)[0].files == manifest.files
         too_long = await client.post(route, json=same_files | {"version": "v3", "engine": {"max_model_len": 513}})
         assert refusal(too_long) == (400, "invalid_request", "engine")
+
+    run(settings, work)
+
+
+def test_a_manifest_of_a_model_of_vectors_says_how_it_pools(settings: Settings, model: str) -> None:
+    objects = ObjectStore(settings)
+    manifest = put_by_hand(objects, model, "v1")
+    modules = b"[]"
+    objects.put(manifests.blob_key(manifests.sha256_of(modules)), modules)
+    listed = [*manifest.files, ManifestFile("modules.json", len(modules), manifests.sha256_of(modules))]
+    encoder = Encoder(dimensions=8, length=100, positions=300, pooling="cls_token", normalized=True)
+    silent = replace(manifest, files=listed)
+    objects.put(manifests.manifest_key(model, "v1"), manifests.encode(silent))
+    objects.put(manifests.manifest_key(model, "v2"), manifests.encode(replace(silent, version="v2", encoder=encoder)))
+
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        route = f"/v1/models/{model}/versions"
+        answer = await client.post(route, json={"version": "v1", "source": "s3"})
+        assert refusal(answer) == (400, "invalid_request", "manifest_sha256")
+        assert "`encoder`" in answer.text
+        made = await client.post(route, json={"version": "v2", "source": "s3"})
+        assert made.status_code == 201, made.text
+        found = await registry.find_version(bus, model, "v2")
+        assert found is not None
+        assert (found.encoder, found.max_model_len) == (encoder, 100)
+        simulated = await client.post(route, json={"version": "v3", "source": encoders.SIMULATED})
+        assert simulated.status_code == 201
+        found = await registry.find_version(bus, model, "v3")
+        assert found is not None
+        assert found.encoder == encoders.simulated(encoders.SIMULATED)
 
     run(settings, work)
 
