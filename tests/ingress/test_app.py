@@ -408,6 +408,7 @@ def test_the_documentation_lists_the_routes(front: Any) -> None:
         "/v1/models/{model}/infer",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/embeddings",
         "/v1/models",
         "/v1/models/{model}",
         "/v1/models/{model}/versions",
