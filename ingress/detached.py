@@ -109,9 +109,7 @@ class Detached:
         counts = await self.bus.subject_counts(subjects.JOB_STREAM, subjects.jobs_of_tenant(tenant))
         pending, pending_max = sum(counts.values()), self.bus.settings.tenant_jobs_max
         if pending + wanted > pending_max:
-            raise QueueFull(
-                f"{pending} jobs have not ended, the limit is {pending_max}", param=None, retry_after=RETRY_AFTER_S
-            )
+            raise QueueFull(f"{pending} jobs have not ended, the limit is {pending_max}", retry_after=RETRY_AFTER_S)
 
     async def submit(
         self, context: Context, request: Request, tenant: str, order: Order, headers: Headers | None = None

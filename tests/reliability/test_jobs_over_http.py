@@ -11,7 +11,6 @@ from shared import subjects
 from .conftest import Ingress, Site, Stream, take
 
 JOBS = "/v1/jobs"
-TIMES = ("created", "openai-processing-ms")
 
 
 def order(site: Site, prompt: str, tokens: int = 5, route: str = "chat", **more: Any) -> dict[str, Any]:
@@ -60,13 +59,10 @@ def test_a_job_answers_what_its_endpoint_would_in_each_shape(site: Site) -> None
             asked = order(site, f"shape of {route}", 6, route)
             job = await submit(site, asked)
             assert (job["object"], job["endpoint"], job["status"]) == ("job", asked["endpoint"], "queued")
-            assert job["result"] is None if "result" in job else True
+            assert "result" not in job
             found = await ended(site, job)
-            assert (found["status"], found["error"], found["progress"]) == (
-                "completed",
-                None,
-                {"tokens": 6, "claims": 1},
-            )
+            assert (found["status"], found["error"], found["progress"]["tokens"]) == ("completed", None, 6)
+            assert found["progress"]["claims"] >= 1
             assert found["usage"]["completion_tokens"] == 6
             assert found["ended_at"] + 86_400 == found["expires_at"]
             result = await get(site, f"/{job['id']}/result")
@@ -114,24 +110,28 @@ def test_the_events_of_a_job_go_on_from_any_point_at_any_ingress_and_after_the_e
 
 def test_progress_is_seen_and_a_wait_is_as_long_as_the_job_takes(site: Site) -> None:
     async def work() -> None:
-        job = await submit(site, order(site, "progress", 250) | {"metadata": {"of": "a test"}})
-        seen: set[str] = set()
-        tokens = 0
-        while (found := (await get(site, f"/{job['id']}")).json())["status"] in ("queued", "running"):
-            assert found["progress"]["tokens"] >= tokens
+        job = await submit(site, order(site, "progress", 4000) | {"metadata": {"of": "a test"}})
+        seen: list[int] = []
+
+        async def further() -> bool:
+            """Whether it has come further than it had."""
+            found = (await get(site, f"/{job['id']}")).json()
+            assert (found["status"] in ("queued", "running"), found["metadata"]) == (True, {"of": "a test"})
             tokens = found["progress"]["tokens"]
-            seen.add(found["status"])
-            pending = await get(site, f"/{job['id']}/result")
-            assert pending.status_code in (200, 202)
-            await asyncio.sleep(0.05)
-        assert "running" in seen
-        assert (found["status"], found["metadata"]) == ("completed", {"of": "a test"})
-        short = await submit(site, order(site, "wait", 150))
+            assert tokens >= (seen[-1] if seen else 0)
+            seen.append(tokens)
+            return found["status"] == "running" and tokens > seen[0]
+
+        await site.until(further, site.one)
+        pending = await get(site, f"/{job['id']}/result")
+        assert (pending.status_code, pending.json()["id"]) == (202, job["id"])
         begun = time.monotonic()
-        waiting = (await get(site, f"/{short['id']}", wait=0.3)).json()
+        waiting = (await get(site, f"/{job['id']}", wait=0.3)).json()
         assert waiting["status"] in ("queued", "running")
         assert time.monotonic() - begun >= 0.3
-        assert (await ended(site, short))["status"] == "completed"
+        awaited = asyncio.create_task(get(site, f"/{job['id']}", wait=15))
+        await site.http.post(f"{site.first.url}{JOBS}/{job['id']}/cancel")
+        assert (await awaited).json()["status"] == "cancelled"
 
     site.run(work())
 
@@ -260,7 +260,7 @@ def test_an_inference_route_responds_asynchronously_where_that_is_preferred(site
         assert (soon.status_code, soon.headers["preference-applied"]) == (200, "wait=15")
         assert soon.json()["usage"]["completion_tokens"] == 2
         late = await site.http.post(url, json=body | {"max_tokens": 500}, headers={"prefer": 'respond-async, wait="1"'})
-        assert (late.status_code, late.json()["status"]) == (202, "running")
+        assert (late.status_code, late.json()["status"] in ("queued", "running")) == (202, True)
         await site.http.delete(site.first.url + late.headers["location"])
         streamed = body | {"max_tokens": 3, "stream": True}
         async with site.http.stream(
