@@ -245,6 +245,33 @@ def test_what_one_began_another_goes_on_with(guarded: Guarded) -> None:
     guarded.stack.idle()
 
 
+def test_a_job_is_its_tenants(guarded: Guarded) -> None:
+    async def main() -> None:
+        [question] = (await questions(5, "greedy"))[:1]
+        async with guarded.nats() as client, guarded.nats(OTHER) as other:
+            job = await client.submit(MODEL, asked(question), max_tokens=TOKENS, temperature=0, metadata={"a": "b"})
+            told = [token async for token in job.events()]
+            assert [token.text for token in told] == question.truths[0].tokens[:TOKENS]
+            result = await client.job(job.id).result(timeout=60)
+            assert (result.text, result.usage.completion_tokens) == ("".join(token.text for token in told), TOKENS)
+            status = await job.status()
+            assert (status.status, status.metadata, status.progress.tokens) == ("completed", {"a": "b"}, TOKENS)
+            for refused in (other.job(job.id).status(), other.job(job.id).result(), other.job(job.id).cancel()):
+                with pytest.raises(HeadraceError) as found:
+                    await refused
+                assert found.value.code == "job_not_found"
+            assert [each.id async for each in client.jobs()] == [job.id]
+            assert [each.id async for each in other.jobs()] == []
+            endless = await client.submit(MODEL, "endless", max_tokens=8000)
+            assert (await endless.cancel()).status == "cancelled"
+            with pytest.raises(HeadraceError) as found:
+                await endless.result(timeout=60)
+            assert found.value.code == "cancelled"
+
+    asyncio.run(main())
+    guarded.stack.idle()
+
+
 class Caller:
     """Asks the service by the plain library."""
 
