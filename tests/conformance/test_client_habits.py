@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .gathered import CHAT, COMPLETIONS
+from .gathered import CHAT, COMPLETIONS, MESSAGES
 
 ASKED = [{"role": "user", "content": "Hi"}]
 FUNCTION = {"name": "now", "description": None, "parameters": {"type": "object", "properties": {}}, "strict": None}
@@ -145,6 +145,38 @@ def test_a_message_of_no_text_comes_back_as_it_was_gathered(front: Any, make: An
     answer = front.post(CHAT, {"model": "m", "messages": [*ASKED, gathered, *ASKED]})
     assert answer.status == 200
     assert [each.content for each in front.stream().request.input.messages] == ["Hi", "", "Hi"]
+
+
+def test_what_coding_agents_send_to_messages_is_answered(front: Any, make: Any) -> None:
+    """Blocks with marks of the cache, tools with fields of their own, nulls, and a query string."""
+    marked = {"cache_control": {"type": "ephemeral"}}
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {}}
+    call = {"type": "tool_use", "id": "t1", "name": "Bash", "input": {}, "caller": {"type": "direct"}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": None, "is_error": None} | marked
+    body = {
+        "model": "m",
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "Be brief."} | marked],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi", "citations": None} | marked]},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+            {"role": "assistant", "content": []},
+            {"role": "user", "content": "And?"},
+        ],
+        "tools": [{"name": "Bash", "input_schema": schema, "eager_input_streaming": True} | marked],
+        "metadata": {"user_id": "u"},
+        "top_p": 0,
+        "stream": True,
+    } | dict.fromkeys(["tool_choice", "stop_sequences", "thinking", "container", "context_management", "mcp_servers"])
+    front.dispatcher.answer = make.says("Hel", "lo")
+    headers = {"x-api-key": "none", "anthropic-version": "2023-06-01", "anthropic-beta": "tools-2024-05-16"}
+    answer = front.http("POST", MESSAGES + "?beta=true", body, headers)
+    assert answer.status == 200, answer.body
+    assert b"message_stop" in answer.body
+    sent = front.stream().request.input
+    assert [turn.role for turn in sent.messages] == ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert [tool["function"]["parameters"] for tool in sent.tools] == [schema]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The official `openai` package for Node.js drives the demo model: the tests are node/openai.test.mjs."""
+"""The official `openai` package for Node.js drives the demo model: the tests are those of node/."""
 
 import os
 import shutil
@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.model]
 
 NODE_MAJOR_MIN = 20
 BUDGET_S = 300
+TESTS = sorted(path.name for path in HERE.glob("*.test.mjs"))
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +29,12 @@ def node() -> str:
     return found
 
 
-def test_the_package_for_node(demo_stack: Any, node: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TESTS)
+def test_the_package_for_node(demo_stack: Any, node: str, tmp_path: Path, name: str) -> None:
     (tmp_path / "node_modules").symlink_to(install() / "node_modules")
-    shutil.copy(HERE / "openai.test.mjs", tmp_path)
+    shutil.copy(HERE / name, tmp_path)
     ran = subprocess.run(
-        [node, "--test", "openai.test.mjs"],
+        [node, "--test", name],
         cwd=tmp_path,
         env=os.environ | {"HEADRACE_URL": demo_stack.url + "/v1"},
         capture_output=True,
