@@ -111,7 +111,13 @@ def finished(record: BatchRecord, now: int) -> BatchRecord:
     assert record.end is not None
     assert record.finalizing_at
     times = {f"{record.end}_at": now}
-    return replace(record, status=record.end, segments=(), **times)
+    return replace(record, status=record.end, **times)
+
+
+def tidied(record: BatchRecord) -> BatchRecord:
+    """Its segments are gone."""
+    assert record.ended, record.status
+    return replace(record, segments=())
 
 
 def stopped_before(record: BatchRecord, now: int) -> BatchRecord:

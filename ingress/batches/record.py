@@ -72,6 +72,11 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def ended(self) -> bool:
         return self.status in ENDED
 
+    @property
+    def over(self) -> bool:
+        """There is nothing left to do about it."""
+        return self.ended and not self.segments
+
 
 BATCHES = Stored(json(BatchRecord), "the record of a batch", lambda each: (each.tenant, each.id), 2)
 encode = msgspec.json.encode

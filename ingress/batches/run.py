@@ -56,6 +56,7 @@ class BatchRun:
             await self._within_window(self._validate())
         record = progress.record
         if record.ended:
+            await self._tidy()
             return
         if record.end is not None and not record.total:
             await self._end(lambda record: life.stopped_before(record, _now()))
@@ -67,8 +68,13 @@ class BatchRun:
             await progress.update(lambda record: life.finalizing(record, *ids, _now()))
         await segments.make_files(self._files, progress.record)
         await self._end(lambda record: life.finished(record, _now()))
-        await segments.remove(self._files, progress.record)
+        await self._tidy()
         await settler.tidy_up()
+
+    async def _tidy(self) -> None:
+        if not self._progress.record.over:
+            await segments.remove(self._files, self._progress.record)
+            await self._progress.update(life.tidied)
 
     async def _end(self, ended: Callable[[BatchRecord], BatchRecord]) -> None:
         if (record := ended(self._progress.record)).ended:

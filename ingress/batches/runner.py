@@ -111,7 +111,7 @@ class BatchRunner:
         except BatchNotFound:
             self._open.pop(name, None)
             return
-        if record.ended:
+        if record.over:
             self._open.pop(name, None)
             return
         progress = Progress(self._bus, self._bus.settings, record, revision, lambda: self._leadership.leads)
@@ -154,7 +154,7 @@ class BatchRunner:
             return
         tenant, batch = change.names
         name, record = (tenant, batch), change.record
-        if record is None or record.ended:
+        if record is None or record.over:
             self._open.pop(name, None)
         else:
             self._open[name] = record
