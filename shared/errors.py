@@ -32,7 +32,7 @@ HeadraceError
 |   +-- TenantExists        409 tenant_exists            there is a tenant of that name
 |   +-- ApiKeyOver          409 api_key_over             the key is revoked or expired
 |   +-- ResultGone          409 idempotency_result_gone  the key's request was answered, and its answer is not kept any more
-+-- TooLarge                413 request_too_large        over request_bytes_max or the bus's payload limit
++-- TooLarge                413 request_too_large        over request_bytes_max, or over the bus's limit without an object store
 +-- HeadersTooLarge         431 headers_too_large        the head of the request is over head_bytes_max
 +-- QueueFull               429 queue_full               the tenant's queue or the stream is at its limit
 |   +-- TooManyFiles        429 too_many_files           the tenant has as many files as it may

@@ -1,7 +1,10 @@
 """Requests that are larger than what the bus takes: the same promises, and nothing of them is left in the object store."""
 
 import asyncio
+import json
+import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +13,12 @@ import pytest
 
 from headrace.stack import ports, servers
 from shared import subjects, wire
-from shared.claim_check import INPUTS
+from shared.claim_check import DEAD_INPUTS, INPUTS
 from shared.dispatch import Dispatcher
 from shared.errors import ObjectsUnavailable, StreamGone, TooLarge
 from shared.jobs import Jobs, Ticket
 from shared.objects import ObjectStore
+from shared.settings import to_environment
 
 from ..conftest import RunningServer
 from .conftest import SETTINGS, Site, Stream
@@ -85,6 +89,7 @@ def place(start_server: Callable[..., RunningServer], tmp_path_factory: pytest.T
         | {"s3_endpoint": objects.url, "s3_access_key": keys[0], "s3_secret_key": keys[1]}
         | {"request_bytes_max": REQUEST_BYTES_MAX, "fetch_retry_s": 1.5, "redis_url": ""},
     )
+    place.objects.ensure_bucket()
     try:
         place.run(place.start())
         place.run(place.both_ingresses())
@@ -295,6 +300,48 @@ def test_a_reference_to_what_is_not_the_senders_own_gets_it_nothing(place: Place
         await place.emptied()
 
     place.run(work())
+
+
+def test_one_that_is_given_up_is_kept_whole_and_can_be_run_again(place: Place) -> None:
+    async def work() -> None:
+        dispatcher = Dispatcher(place.bus, place.settings)
+        await dispatcher.start()
+        first = await dispatcher.submit(asked("small", 300), "first")
+        assert await first.next(20)
+        elsewhere = Dispatcher(place.bus, place.settings)
+        await elsewhere.start()
+        second = await elsewhere.submit(asked(rid=first.rid), "thief")  # for which it is buried
+        await place.until(lambda: buried(place, 3))
+        second.cancel()
+        first.cancel()
+        for each in (dispatcher, elsewhere):
+            await each.close()
+        await place.emptied()
+        assert len(place.stored(DEAD_INPUTS)) == 1
+        status, output = await headrace(place, "dlq", "list", "--json")
+        [letter] = [each for each in json.loads(output) if (each["input"] or "").endswith("in the object store")]
+        assert (status, letter["rid"], letter["tenant"]) == (0, first.rid, "thief")
+        status, output = await headrace(place, "dlq", "show", str(letter["seq"]), "--body", "--json")
+        assert (status, json.loads(output)["body"]["prompt"]) == (0, WORDS)
+        status, output = await headrace(place, "dlq", "requeue", str(letter["seq"]), "--body")
+        assert status == 0, output
+        assert f"{TOKENS} tokens" in output
+        assert place.stored(DEAD_INPUTS) == []
+        await place.emptied()
+
+    place.run(work())
+
+
+async def headrace(place: Place, *arguments: str) -> tuple[int, str]:
+    """Exit status and output of the command line."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "headrace", "--data", place.settings.data_dir, *arguments),
+        env=os.environ | to_environment(place.settings),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    return process.returncode or 0, output.decode()
 
 
 def named() -> tuple[str, str]:

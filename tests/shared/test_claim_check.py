@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.leftover_inputs import remove_leftovers
 from shared import claim_check, subjects, wire
 from shared.bus import Bus
 from shared.claim_check import DEAD_INPUTS, INPUTS, ClaimCheck
@@ -16,7 +15,6 @@ from shared.objects import ObjectStore
 from shared.settings import Settings
 from shared.wire import Grammar, Input, Request, Sampling
 
-DAY_S = 86_400.0
 SAMPLING = Sampling(max_tokens=3, n=2, seed=7, stop=["x"], logit_bias={1: 2.0}, grammar=Grammar("regex", "a" * 500))
 SUBJECT = subjects.request("m", "v", subjects.LANE_FAST, "te nant")
 
@@ -187,25 +185,3 @@ def test_a_store_that_is_away_is_told_as_such(place: Callable[..., None]) -> Non
         assert (await it.bus.stream_info(subjects.REQ_STREAM)).messages == 0
 
     place(work, s3_endpoint="http://127.0.0.1:9")
-
-
-def test_what_is_left_behind_is_swept_by_age(place: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(it: Place) -> None:
-        assert remove_leftovers(it.bus.settings, 1e12) == 0  # there is no bucket yet
-        whole = request("large " * 5000)
-        for subject, name in ((SUBJECT, "a"), (SUBJECT, "b"), (subjects.dead_letter("m", "v", "t"), "c")):
-            await it.claim_check.publish(subject, wire.encode(whole), headers(name))
-        it.objects.put("models/m/v/manifest.json", b"{}")
-        newest = max(each.modified for each in it.objects.list(""))
-        assert remove_leftovers(it.bus.settings, newest + DAY_S) == 0
-        monkeypatch.setattr("controller.leftover_inputs.REMOVED_MAX", 1)
-        assert remove_leftovers(it.bus.settings, newest + DAY_S + 3602) == 1
-        assert remove_leftovers(it.bus.settings, newest + DAY_S + 3602) == 1
-        assert remove_leftovers(it.bus.settings, newest + DAY_S + 3602) == 0
-        assert [key.split("/")[0] for key in it.stored()] == ["dead-inputs"]
-        assert remove_leftovers(it.bus.settings, newest + 7 * DAY_S + 3602) == 1
-        assert [each.key for each in it.objects.list("")] == ["models/m/v/manifest.json"]
-
-    place(work)
-    assert claim_check.kept_s(Settings()) == DAY_S
-    assert claim_check.kept_s(Settings(job_deadline_s=3 * DAY_S)) == 3 * DAY_S  # a job may wait for its input so long

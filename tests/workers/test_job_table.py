@@ -74,6 +74,18 @@ def test_a_redelivery_goes_on_from_the_checkpoint_once_it_is_written_down_who_ha
     assert store.result.parts[0].text == ["<1>", "<2>", "<3>"]
 
 
+def test_a_job_whose_input_cannot_be_had_for_now_is_handed_back_and_nobody_died_of_it() -> None:
+    table = JobTable(JobLimits())
+    claim, run = started(table)
+    cut, save = table.put_off(run)
+    assert isinstance(cut, Cut)
+    assert isinstance(save, Save)
+    assert (cut.run, save.checkpoint.held, save.checkpoint.deaths) == (run, False, 0)
+    assert only(table.saved("r", claim, 1, 0.1), HandBack).handles == ["ack.1"]
+    assert (len(table), table.holding_of) == (0, {})
+    assert table.put_off(run) == []  # it is over
+
+
 def test_of_another_version_nothing_is_taken_over() -> None:
     table = JobTable(JobLimits())
     claim = only(table.message(delivery(), 0), Look).claim

@@ -1,0 +1,74 @@
+import asyncio
+import secrets
+
+import pytest
+from msgspec.structs import replace
+
+from controller import leftover_inputs
+from controller.leftover_inputs import EVERY_S, LeftoverInputs, remove_leftovers
+from shared.claim_check import DEAD_INPUTS, INPUTS, kept_s
+from shared.errors import ObjectsUnavailable
+from shared.objects import ObjectStore
+from shared.settings import Settings
+
+DAY_S = 86_400.0
+OTHER = "models/m/v/manifest.json"
+
+
+@pytest.fixture
+def settings(s3_settings: Settings) -> Settings:
+    """Of a bucket of the test's own, which is not made yet."""
+    return replace(s3_settings, s3_bucket=f"leftovers-{secrets.token_hex(6)}")
+
+
+def fill(settings: Settings) -> tuple[ObjectStore, float]:
+    """A store with two inputs, one of the DLQ and something else, and when it had the last one."""
+    objects = ObjectStore(settings)
+    objects.ensure_bucket()
+    for key in (f"{INPUTS}t/r/1", f"{INPUTS}t/r/2", f"{DEAD_INPUTS}t/r/3", OTHER):
+        objects.put(key, b"input")
+    return objects, max(each.modified for each in objects.each(""))
+
+
+def test_what_is_old_enough_is_removed_and_nothing_else(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remove_leftovers(settings, 1e12) == 0  # there is no bucket
+    objects, newest = fill(settings)
+    assert remove_leftovers(settings, newest + DAY_S) == 0
+    monkeypatch.setattr(leftover_inputs, "REMOVED_MAX", 1)
+    day_later = newest + DAY_S + 3602
+    assert [remove_leftovers(settings, day_later) for _ in range(3)] == [1, 1, 0]
+    assert [each.key for each in objects.each("")] == [f"{DEAD_INPUTS}t/r/3", OTHER]
+    assert remove_leftovers(settings, day_later + 6 * DAY_S) == 1
+    assert [each.key for each in objects.each("")] == [OTHER]
+
+
+def test_a_job_that_may_wait_for_longer_keeps_its_input() -> None:
+    assert kept_s(Settings()) == DAY_S
+    assert kept_s(Settings(job_deadline_s=3 * DAY_S)) == 3 * DAY_S
+
+
+def test_a_sweep_comes_again_and_again_and_a_store_that_is_away_ends_none(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, _ = fill(settings)
+    times: list[float] = []
+
+    def sweep(settings: Settings, now: float) -> int:
+        times.append(now)
+        if len(times) == 1:
+            raise ObjectsUnavailable("away")
+        return remove_leftovers(settings, now + 2 * DAY_S)
+
+    monkeypatch.setattr(leftover_inputs, "remove_leftovers", sweep)
+
+    async def work() -> None:
+        leftovers = LeftoverInputs(settings)
+        for now in (0.0, EVERY_S - 1, EVERY_S):
+            leftovers.step(now)
+            while (task := leftovers._task) is not None and not task.done():
+                await asyncio.wait({task})
+        await leftovers.close()
+
+    asyncio.run(work())
+    assert len(times) == 2
+    assert [each.key for each in objects.each("")] == [f"{DEAD_INPUTS}t/r/3", OTHER]
