@@ -17,7 +17,6 @@ from .conftest import CHAT, COMPLETIONS, Answer, Stack, assert_same_but_for_ties
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model]
 
-README = Path(__file__).parents[2] / "README.md"
 COLD_START_S_MAX = 15.0
 KILLS = int(os.environ.get("HEADRACE_TEST_KILLS", "2"))  # of each dtype; the simulated model takes twenty in every run
 TRICKY = [
@@ -41,22 +40,6 @@ STEPS = {
     },
 }
 TOPICS = ["rivers", "mills", "turbines", "salt", "trains", "bees", "clouds", "maps"]
-
-
-def test_the_readmes_curl_line_answers_paris(demo_stack: Stack) -> None:
-    block = re.search(r"^    curl -N .*?'$.*?'$", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert block is not None
-    command = block[0].replace("http://127.0.0.1:8000", demo_stack.url)
-    assert demo_stack.url in command
-    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60).stdout
-    events = [part[6:] for part in answer.split("\n") if part.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    text = "".join(
-        choice["delta"].get("content") or ""
-        for event in events[:-1]
-        for choice in msgspec.json.decode(event)["choices"]
-    )
-    assert "Paris" in text
 
 
 def test_from_zero_to_an_answer_and_back_to_zero(demo_stack: Stack, demo_model: Path) -> None:
