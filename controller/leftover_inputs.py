@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 
-from shared.claim_check import DEAD_INPUTS, INPUTS, kept_s
+from shared.claim_check import DEAD_INPUTS, INPUTS, JOB_INPUTS
 from shared.errors import HeadraceError, NotFound
 from shared.objects import ObjectInfo, ObjectStore
 from shared.settings import Settings
@@ -55,7 +55,11 @@ class LeftoverInputs:
 def remove_leftovers(settings: Settings, now: float) -> int:
     """Remove what is old enough, `now` in unix seconds; how many there were. Raises ObjectsUnavailable."""
     objects = ObjectStore(settings)
-    limits = {INPUTS: kept_s(settings), DEAD_INPUTS: DEAD_LETTERS_KEPT_S}
+    limits = {
+        INPUTS: settings.stored_input_kept_s,
+        JOB_INPUTS: settings.job_max_age_s,
+        DEAD_INPUTS: DEAD_LETTERS_KEPT_S,
+    }
     removed = 0
     for place, age_s in limits.items():
         removed += _remove(objects, place, now - age_s - MARGIN_S, REMOVED_MAX - removed)
@@ -65,7 +69,7 @@ def remove_leftovers(settings: Settings, now: float) -> int:
 def _remove(objects: ObjectStore, place: str, before: float, count_max: int) -> int:
     try:
         old: list[ObjectInfo] = [
-            *itertools.islice((each for each in objects.each(place) if each.modified < before), count_max)
+            *itertools.islice((each for each in objects.each(f"{place}/") if each.modified < before), count_max)
         ]
     except NotFound:  # there is no bucket: nothing was ever stored
         return 0

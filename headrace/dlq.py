@@ -8,7 +8,7 @@ import typer
 
 from headrace.globals import with_bus
 from shared import subjects, wire
-from shared.claim_check import DEAD_INPUTS, ClaimCheck
+from shared.claim_check import ClaimCheck
 from shared.errors import NotFound
 
 app = typer.Typer(help="Requests that were given up.", no_args_is_help=True)
@@ -175,7 +175,7 @@ def describe(message: Any) -> tuple[DeadLetter, wire.Request | None]:
 
 
 async def _opened(bus: Any, letter: DeadLetter, request: wire.Request) -> wire.Request:
-    return await ClaimCheck(bus).open(request, letter.tenant, DEAD_INPUTS)
+    return await ClaimCheck(bus).open(request, letter.tenant)
 
 
 def _name(token: str) -> str:

@@ -4,7 +4,8 @@
 Who publishes, reads or ends a message does it through here; everybody in between has whole requests. An object belongs to
 one message: it is put before that is published, and removed once that is gone.
 
-    inputs/<tenant>/<rid>/<id>          of a request, or a job
+    inputs/<tenant>/<rid>/<id>          of a request
+    job-inputs/<tenant>/<rid>/<id>      of a job
     dead-inputs/<tenant>/<rid>/<id>     of one in the DLQ
 
 The key is made of the subject's tenant and of the rid; a reference names no path. So nobody can refer to another tenant's.
@@ -16,13 +17,12 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from shared import subjects, wire
 from shared.errors import HeadraceError, NotFound, ObjectsUnavailable, QueueFull, StreamGone, TooLarge
-from shared.settings import Settings
 from shared.wire import Input, Request, Sampling, StoredInput
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INPUTS, DEAD_INPUTS = "inputs/", "dead-inputs/"
+Place = Literal["inputs", "job-inputs", "dead-inputs"]
+
+INPUTS: Place = "inputs"
+JOB_INPUTS: Place = "job-inputs"
+DEAD_INPUTS: Place = "dead-inputs"
 GROWTH_MAX = 4  # an input has at most so many times the bytes of the body that it came in: tools are there twice
 CALLS_MAX = 8  # of the object store at the same time
 
@@ -50,16 +54,16 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Large).decode
 
 
-def key(place: str, tenant: str, rid: str, stored: StoredInput) -> str:
+def key(tenant: str, rid: str, stored: StoredInput) -> str:
     """Of the object that a request of `tenant` refers to."""
-    return f"{place}{subjects.encode_token(tenant)}/{rid}/{stored.id}"
+    return f"{stored.place}/{subjects.encode_token(tenant)}/{rid}/{stored.id}"
 
 
-def split(request: Request, message_id: str) -> tuple[Request, bytes]:
+def split(request: Request, place: Place, message_id: str) -> tuple[Request, bytes]:
     """What goes into the message of that Nats-Msg-Id, and what into the object that it refers to."""
     large = _encode(_Large(request.input, request.sampling))
     name = hashlib.blake2b(message_id.encode(), digest_size=16).hexdigest()
-    stored = StoredInput(name, len(large), hashlib.sha256(large).hexdigest())
+    stored = StoredInput(place, name, len(large), hashlib.sha256(large).hexdigest())
     return msgspec.structs.replace(request, input=Input(), sampling=_small(request.sampling), stored=stored), large
 
 
@@ -103,16 +107,16 @@ class ClaimCheck:
         """
         if len(body) <= self._bus.payload_bytes_max or not self._may_store:
             return await self._bus.publish_once(subject, body, headers)
-        place = DEAD_INPUTS if subjects.is_dead_letter(subject) else INPUTS
         tenant = subjects.tenant_of_request(subject)
+        place = DEAD_INPUTS if subjects.is_dead_letter(subject) else JOB_INPUTS if subjects.is_job(subject) else INPUTS
         request = await self._call(partial(self._put, place, tenant, body, headers[wire.HEADER_MSG_ID]))
         try:
             return await self._bus.publish_once(subject, wire.encode(request), headers)
         except (QueueFull, TooLarge):  # it was certainly not stored
-            await self.discard(request, tenant, place)
+            await self.discard(request, tenant)
             raise
 
-    async def open(self, request: Request, tenant: str, place: str = INPUTS) -> Request:
+    async def open(self, request: Request, tenant: str) -> Request:
         """The whole of a request that was read. Raises ObjectsUnavailable, StreamGone and TooLarge."""
         stored = request.stored
         if stored is None:
@@ -120,15 +124,15 @@ class ClaimCheck:
         if stored.size > self.bytes_max:
             raise TooLarge(f"the stored input has {stored.size} bytes, the limit is {self.bytes_max} bytes")
         try:
-            return await self._call(partial(self._get, key(place, tenant, request.rid, stored), request))
+            return await self._call(partial(self._get, key(tenant, request.rid, stored), request))
         except NotFound:
             raise StreamGone("the request's input is no longer in the object store") from None
 
-    async def discard(self, request: Request, tenant: str, place: str = INPUTS) -> None:
+    async def discard(self, request: Request, tenant: str) -> None:
         """Remove what a request refers to, whose message is gone. What cannot be removed now is by the controller's sweep."""
         if request.stored is None:
             return
-        name = key(place, tenant, request.rid, request.stored)
+        name = key(tenant, request.rid, request.stored)
         try:
             await self._call(lambda: self._store().remove(name))
         except HeadraceError as error:
@@ -149,7 +153,7 @@ class ClaimCheck:
             tenant = subjects.tenant_of_request(message.subject)
         except ValueError:  # not a request: it refers to nothing
             return
-        await self.discard(request, tenant, DEAD_INPUTS if subjects.is_dead_letter(message.subject) else INPUTS)
+        await self.discard(request, tenant)
 
     async def move(
         self, stream: str, message: "StoredMessage", request: Request, subject: str, headers: Mapping[str, str]
@@ -183,11 +187,11 @@ class ClaimCheck:
         except TimeoutError:
             raise ObjectsUnavailable(f"the object store did not answer within {budget_s:g} s") from None
 
-    def _put(self, place: str, tenant: str, body: bytes, message_id: str) -> Request:
-        request, large = split(wire.decode_request(body, {}), message_id)
+    def _put(self, place: Place, tenant: str, body: bytes, message_id: str) -> Request:
+        request, large = split(wire.decode_request(body, {}), place, message_id)
         if len(large) > self.bytes_max or request.stored is None:
             raise TooLarge(f"the request's input has {len(large)} bytes, the limit is {self.bytes_max} bytes")
-        name, objects = key(place, tenant, request.rid, request.stored), self._store()
+        name, objects = key(tenant, request.rid, request.stored), self._store()
         try:
             objects.put(name, large)
         except NotFound:  # the bucket: nothing was ever pushed
@@ -205,8 +209,3 @@ class ClaimCheck:
 
             self._objects = ObjectStore(self.settings)
         return self._objects
-
-
-def kept_s(settings: Settings) -> float:
-    """How long an object of a request may be needed: a job waits for a day."""
-    return max(settings.stored_input_kept_s, settings.job_deadline_s)

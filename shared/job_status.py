@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from shared import job_records, results, subjects
+from shared.claim_check import ClaimCheck
 from shared.errors import Cancelled, GenerationDeadline, QueueDeadline
 from shared.job_records import JobRecord
 from shared.results import Checkpoint, Part, Result
@@ -80,8 +81,7 @@ async def look(bus: "Bus", tenant: str, job: str) -> State | None:
 async def forget(bus: "Bus", state: State) -> None:
     """Delete a job that has ended. Raises Unavailable."""
     record = state.record
-    await bus.delete_message(
-        subjects.JOB_STREAM, record.sequence
-    )  # or a worker that died before its ack leaves it to run anew
+    # or a worker that died before its ack leaves it to run anew
+    await ClaimCheck(bus).delete(subjects.JOB_STREAM, record.sequence)
     await results.forget(bus, record.tenant, record.id)
     await job_records.remove(bus, record.tenant, record.id)

@@ -208,6 +208,11 @@ def dead_letter_of(request_subject: str) -> str:
     return f"dlq.{model}.{version}.{tenant if _TOKEN.fullmatch(tenant) else encode_token(tenant[:CHARACTERS_SHOWN])}"
 
 
+def is_job(subject: str) -> bool:
+    """Whether it is one of detached work."""
+    return subject.startswith("j.")
+
+
 def is_dead_letter(subject: str) -> bool:
     """Whether it is one of the DLQ's."""
     return subject.startswith("dlq.")

@@ -8,7 +8,7 @@ release). Both are batches: one message per step or wake-up and address, whateve
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -123,8 +123,9 @@ class Input(msgspec.Struct, omit_defaults=True):
 
 
 class StoredInput(msgspec.Struct, frozen=True):
-    """An input that is too large for the bus: an object of the request's tenant and rid, named by `id` (shared.claim_check)."""
+    """An input that is too large for the bus: an object of the request's tenant and rid (shared.claim_check), by no path."""
 
+    place: Literal["inputs", "job-inputs", "dead-inputs"]
     id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     size: Annotated[int, Meta(gt=0)]  # bytes
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]

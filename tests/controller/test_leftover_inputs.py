@@ -6,12 +6,13 @@ from msgspec.structs import replace
 
 from controller import leftover_inputs
 from controller.leftover_inputs import EVERY_S, LeftoverInputs, remove_leftovers
-from shared.claim_check import DEAD_INPUTS, INPUTS, kept_s
+from shared.claim_check import DEAD_INPUTS, INPUTS, JOB_INPUTS
 from shared.errors import ObjectsUnavailable
 from shared.objects import ObjectStore
 from shared.settings import Settings
 
 DAY_S = 86_400.0
+DEAD, JOB = f"{DEAD_INPUTS}/t/r/3", f"{JOB_INPUTS}/t/r/4"
 OTHER = "models/m/v/manifest.json"
 
 
@@ -22,10 +23,10 @@ def settings(s3_settings: Settings) -> Settings:
 
 
 def fill(settings: Settings) -> tuple[ObjectStore, float]:
-    """A store with two inputs, one of the DLQ and something else, and when it had the last one."""
+    """A store with four inputs and something else, and when it had the last one."""
     objects = ObjectStore(settings)
     objects.ensure_bucket()
-    for key in (f"{INPUTS}t/r/1", f"{INPUTS}t/r/2", f"{DEAD_INPUTS}t/r/3", OTHER):
+    for key in (f"{INPUTS}/t/r/1", f"{INPUTS}/t/r/2", DEAD, JOB, OTHER):
         objects.put(key, b"input")
     return objects, max(each.modified for each in objects.each(""))
 
@@ -37,14 +38,12 @@ def test_what_is_old_enough_is_removed_and_nothing_else(settings: Settings, monk
     monkeypatch.setattr(leftover_inputs, "REMOVED_MAX", 1)
     day_later = newest + DAY_S + 3602
     assert [remove_leftovers(settings, day_later) for _ in range(3)] == [1, 1, 0]
-    assert [each.key for each in objects.each("")] == [f"{DEAD_INPUTS}t/r/3", OTHER]
-    assert remove_leftovers(settings, day_later + 6 * DAY_S) == 1
+    assert [each.key for each in objects.each("")] == [DEAD, JOB, OTHER]
+    week_later = day_later + 6 * DAY_S
+    assert remove_leftovers(replace(settings, job_max_age_s=30 * DAY_S), week_later) == 1  # a job may wait for so long
+    assert [each.key for each in objects.each("")] == [JOB, OTHER]
+    assert remove_leftovers(settings, week_later) == 1
     assert [each.key for each in objects.each("")] == [OTHER]
-
-
-def test_a_job_that_may_wait_for_longer_keeps_its_input() -> None:
-    assert kept_s(Settings()) == DAY_S
-    assert kept_s(Settings(job_deadline_s=3 * DAY_S)) == 3 * DAY_S
 
 
 def test_a_sweep_comes_again_and_again_and_a_store_that_is_away_ends_none(
@@ -71,4 +70,4 @@ def test_a_sweep_comes_again_and_again_and_a_store_that_is_away_ends_none(
 
     asyncio.run(work())
     assert len(times) == 2
-    assert [each.key for each in objects.each("")] == [f"{DEAD_INPUTS}t/r/3", OTHER]
+    assert [each.key for each in objects.each("")] == [DEAD, JOB, OTHER]

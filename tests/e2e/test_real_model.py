@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import subprocess
 import time
 from pathlib import Path
 from typing import Any

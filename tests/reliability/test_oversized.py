@@ -13,7 +13,7 @@ import pytest
 
 from headrace.stack import ports, servers
 from shared import subjects, wire
-from shared.claim_check import DEAD_INPUTS, INPUTS
+from shared.claim_check import DEAD_INPUTS, INPUTS, JOB_INPUTS
 from shared.dispatch import Dispatcher
 from shared.errors import ObjectsUnavailable, StreamGone, TooLarge
 from shared.jobs import Jobs, Ticket
@@ -38,8 +38,8 @@ class Place(Site):
         self.server = objects
         self.objects = ObjectStore(self.settings)
 
-    def stored(self, place: str = INPUTS) -> list[str]:
-        return [each.key for each in self.objects.list(place)]
+    def stored(self, *places: str) -> list[str]:
+        return [each.key for place in places or (INPUTS, JOB_INPUTS) for each in self.objects.list(f"{place}/")]
 
     async def emptied(self) -> None:
         """Wait until nothing is queued or held, and no input is left."""
@@ -274,8 +274,8 @@ def test_a_reference_to_what_is_not_the_senders_own_gets_it_nothing(place: Place
             for rid, reference in (
                 (same, request.stored),
                 (other, request.stored),
-                (wire.new_id(), wire.StoredInput("0" * 32, 3, "0" * 64)),
-                (wire.new_id(), wire.StoredInput("0" * 32, 1 << 40, "0" * 64)),
+                (wire.new_id(), wire.StoredInput(INPUTS, "0" * 32, 3, "0" * 64)),
+                (wire.new_id(), wire.StoredInput(INPUTS, "0" * 32, 1 << 40, "0" * 64)),
             )
         ]
         place.one = await place.worker()

@@ -9,7 +9,7 @@ import pytest
 
 from shared import claim_check, subjects, wire
 from shared.bus import Bus
-from shared.claim_check import DEAD_INPUTS, INPUTS, ClaimCheck
+from shared.claim_check import DEAD_INPUTS, INPUTS, JOB_INPUTS, ClaimCheck
 from shared.errors import ObjectsUnavailable, QueueFull, StreamGone, TooLarge
 from shared.objects import ObjectStore
 from shared.settings import Settings
@@ -29,17 +29,17 @@ def headers(message_id: str) -> dict[str, str]:
 
 def test_what_is_split_is_joined_and_the_message_has_nothing_that_grows() -> None:
     whole = request("hello " * 100_000)
-    small, large = claim_check.split(whole, whole.rid)
+    small, large = claim_check.split(whole, INPUTS, whole.rid)
     assert len(wire.encode(small)) < 300
     assert (small.sampling.n, small.sampling.seed, small.framing) == (2, 7, b"framing")
     assert claim_check.join(small, large) == whole
-    again, _ = claim_check.split(msgspec.structs.replace(whole, version="w"), whole.rid)
+    again, _ = claim_check.split(msgspec.structs.replace(whole, version="w"), INPUTS, whole.rid)
     assert again.stored == small.stored  # whoever publishes that message refers to the same object
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "foreign", "sampling", "unreadable"])
 def test_an_object_that_is_not_the_one_that_is_meant_is_refused(damage: str) -> None:
-    small, large = claim_check.split(request(), "id")
+    small, large = claim_check.split(request(), INPUTS, "id")
     if damage == "cut":
         large = large[:-1]
     elif damage == "changed":
@@ -47,11 +47,11 @@ def test_an_object_that_is_not_the_one_that_is_meant_is_refused(damage: str) -> 
     elif damage == "sampling":  # the worker has counted the choices by the message
         small = msgspec.structs.replace(small, sampling=msgspec.structs.replace(small.sampling, n=1))
     elif damage == "foreign":
-        large = claim_check.split(request("another"), "id")[1]
+        large = claim_check.split(request("another"), INPUTS, "id")[1]
     else:
         large = b"\xc1" * 10
         digest = hashlib.sha256(large).hexdigest()
-        small = msgspec.structs.replace(small, stored=wire.StoredInput("0" * 32, 10, digest))
+        small = msgspec.structs.replace(small, stored=wire.StoredInput(INPUTS, "0" * 32, 10, digest))
     with pytest.raises(StreamGone):
         claim_check.join(small, large)
 
@@ -59,13 +59,15 @@ def test_an_object_that_is_not_the_one_that_is_meant_is_refused(damage: str) -> 
 @pytest.mark.parametrize(
     "stored",
     [
-        {"id": "../../../other/x", "size": 1, "sha256": "0" * 64},
-        {"id": "0" * 32 + "\n", "size": 1, "sha256": "0" * 64},
-        {"id": "A" * 32, "size": 1, "sha256": "0" * 64},
-        {"id": "0" * 32, "size": 0, "sha256": "0" * 64},
-        {"id": "0" * 32, "size": -5, "sha256": "0" * 64},
-        {"id": "0" * 32, "size": 1, "sha256": "0" * 63},
-        {"id": "0" * 32, "size": 1},
+        {"place": "inputs", "id": "../../../other/x", "size": 1, "sha256": "0" * 64},
+        {"place": "models", "id": "0" * 32, "size": 1, "sha256": "0" * 64},
+        {"place": "inputs/other/rid", "id": "0" * 32, "size": 1, "sha256": "0" * 64},
+        {"place": "inputs", "id": "0" * 32 + "\n", "size": 1, "sha256": "0" * 64},
+        {"place": "inputs", "id": "A" * 32, "size": 1, "sha256": "0" * 64},
+        {"place": "inputs", "id": "0" * 32, "size": 0, "sha256": "0" * 64},
+        {"place": "inputs", "id": "0" * 32, "size": -5, "sha256": "0" * 64},
+        {"place": "inputs", "id": "0" * 32, "size": 1, "sha256": "0" * 63},
+        {"place": "inputs", "id": "0" * 32, "size": 1},
         "inputs/other/rid/id",
     ],
 )
@@ -76,10 +78,10 @@ def test_a_reference_can_name_no_path(stored: Any) -> None:
 
 
 def test_a_key_is_of_the_tenant_whatever_its_name(s3_settings: Settings) -> None:
-    small, _ = claim_check.split(request(rid="r" * 64), "id")
+    small, _ = claim_check.split(request(rid="r" * 64), INPUTS, "id")
     assert small.stored is not None
     for tenant in ("a/../b", "..", "a b", "\u00e9" * 64):
-        name = claim_check.key(INPUTS, tenant, small.rid, small.stored)
+        name = claim_check.key(tenant, small.rid, small.stored)
         assert name.split("/") == ["inputs", subjects.encode_token(tenant), small.rid, small.stored.id]
         assert ".." not in name
 
@@ -91,7 +93,7 @@ class Place:
         self.bus, self.claim_check, self.objects = bus, ClaimCheck(bus), ObjectStore(bus.settings)
 
     def stored(self) -> list[str]:
-        return [each.key for place in (INPUTS, DEAD_INPUTS) for each in self.objects.list(place)]
+        return [each.key for place in (INPUTS, JOB_INPUTS, DEAD_INPUTS) for each in self.objects.list(place)]
 
 
 @pytest.fixture
@@ -129,7 +131,8 @@ def test_a_large_request_is_published_read_moved_and_deleted_with_its_input(plac
         again = await it.claim_check.publish(SUBJECT, wire.encode(whole), headers(whole.rid))
         assert (again.duplicate, len(it.stored())) == (True, 1)
         target = subjects.request("m", "w", subjects.LANE_FAST, "te nant")
-        await it.claim_check.move(subjects.REQ_STREAM, message, read, target, headers(f"{whole.rid}.w.0"))
+        await it.claim_check.copy(message, read, target, headers(f"{whole.rid}.w.0"))
+        await it.claim_check.delete_read(subjects.REQ_STREAM, message)
         [moved] = it.stored()
         assert await it.bus.get_message(subjects.REQ_STREAM, ack.seq) is None
         message = await it.bus.next_message(subjects.REQ_STREAM, target, 1)
@@ -166,7 +169,7 @@ def test_what_is_refused_leaves_nothing_behind(place: Callable[..., None]) -> No
         assert len(it.stored()) == 1
         with pytest.raises(TooLarge, match="over the bus's limit"):  # a tenant's own requester has no store
             await ClaimCheck(it.bus, may_store=False).publish(SUBJECT, wire.encode(whole), headers(whole.rid))
-        far = msgspec.structs.replace(whole, input=Input(), stored=wire.StoredInput("0" * 32, 80_001, "0" * 64))
+        far = msgspec.structs.replace(whole, input=Input(), stored=wire.StoredInput(INPUTS, "0" * 32, 80_001, "0" * 64))
         with pytest.raises(TooLarge, match="80001 bytes, the limit is 80000"):  # it is not even read
             await it.claim_check.open(far, "te nant")
 
@@ -178,7 +181,7 @@ def test_a_store_that_is_away_is_told_as_such(place: Callable[..., None]) -> Non
         whole = request("large " * 5000)
         with pytest.raises(ObjectsUnavailable):
             await it.claim_check.publish(SUBJECT, wire.encode(whole), headers(whole.rid))
-        small, _ = claim_check.split(whole, whole.rid)
+        small, _ = claim_check.split(whole, INPUTS, whole.rid)
         with pytest.raises(ObjectsUnavailable):
             await it.claim_check.open(small, "te nant")
         await it.claim_check.discard(small, "te nant")  # the sweep's, later
