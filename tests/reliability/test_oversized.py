@@ -212,10 +212,13 @@ def test_a_job_is_done_whatever_dies_and_waits_for_a_store_that_is_away(place: P
         place.one.kill()
         place.one = await place.worker()
         assert await text_of(jobs, ticket) == whole
-        ticket = await jobs.submit(asked(), "a")
+        await place.emptied()
+        place.one.kill()
+        ticket, small = await jobs.submit(asked(), "a"), await jobs.submit(asked("small"), "a")
         place.server.kill()
-        parked = await jobs.submit(asked("small"), "a")
-        assert await text_of(jobs, parked)
+        place.one = await place.worker()
+        assert await text_of(jobs, small)
+        assert await jobs.result(ticket) is None
         await asyncio.to_thread(place.server.start)
         assert await text_of(jobs, ticket) == whole
         await place.emptied()
@@ -296,7 +299,7 @@ def test_a_reference_to_what_is_not_the_senders_own_gets_it_nothing(place: Place
                 data,
                 message_headers(f"hostile{number}", "tok.ingress.nobody"),
             )
-        await place.until(lambda: buried(place, 2))
+        await place.until(lambda: buried(place, 3, "thief"))  # with the one of the same rid
         await place.emptied()
 
     place.run(work())
@@ -306,12 +309,16 @@ def test_one_that_is_given_up_is_kept_whole_and_can_be_run_again(place: Place) -
     async def work() -> None:
         dispatcher = Dispatcher(place.bus, place.settings)
         await dispatcher.start()
-        first = await dispatcher.submit(asked("small", 300), "first")
+        first = await dispatcher.submit(asked("small", 3000), "first")
         assert await first.next(20)
         elsewhere = Dispatcher(place.bus, place.settings)
         await elsewhere.start()
-        second = await elsewhere.submit(asked(rid=first.rid), "thief")  # for which it is buried
-        await place.until(lambda: buried(place, 3))
+        second = await elsewhere.submit(asked(rid=first.rid), "second")  # which buries it
+
+        async def kept() -> bool:
+            return await buried(place, 1, "second")
+
+        await place.until(kept)
         second.cancel()
         first.cancel()
         for each in (dispatcher, elsewhere):
@@ -320,7 +327,7 @@ def test_one_that_is_given_up_is_kept_whole_and_can_be_run_again(place: Place) -
         assert len(place.stored(DEAD_INPUTS)) == 1
         status, output = await headrace(place, "dlq", "list", "--json")
         [letter] = [each for each in json.loads(output) if (each["input"] or "").endswith("in the object store")]
-        assert (status, letter["rid"], letter["tenant"]) == (0, first.rid, "thief")
+        assert (status, letter["rid"], letter["tenant"]) == (0, first.rid, "second")
         status, output = await headrace(place, "dlq", "show", str(letter["seq"]), "--body", "--json")
         assert (status, json.loads(output)["body"]["prompt"]) == (0, WORDS)
         status, output = await headrace(place, "dlq", "requeue", str(letter["seq"]), "--body")
@@ -352,8 +359,8 @@ async def empties(place: Place, stored: str) -> bool:
     return stored not in place.stored()
 
 
-async def buried(place: Place, count: int) -> bool:
-    counts = await place.bus.subject_counts(subjects.DLQ_STREAM, subjects.dead_letter(*named(), "thief"))
+async def buried(place: Place, count: int, tenant: str) -> bool:
+    counts = await place.bus.subject_counts(subjects.DLQ_STREAM, subjects.dead_letter(*named(), tenant))
     return sum(counts.values()) >= count
 
 
