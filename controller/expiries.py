@@ -11,6 +11,7 @@ import time
 
 from shared import job_records, job_status, jobs, subjects, wire
 from shared.bus import Bus
+from shared.claim_check import ClaimCheck
 from shared.errors import GenerationDeadline, HeadraceError, QueueDeadline, Unavailable
 from shared.jobs import GONE_S
 from shared.keyvalue import Watch
@@ -96,6 +97,6 @@ async def expire(bus: Bus, tenant: str, job: str) -> bool:
             else WireError(QueueDeadline.code, "no worker had room for the job in time")
         )
         await jobs.end(bus, tenant, job, record.request.version, told, record.keep_s)
-        await bus.delete_message(subjects.JOB_STREAM, record.sequence)
+        await ClaimCheck(bus).delete(subjects.JOB_STREAM, record.sequence)
         return True
     return False
