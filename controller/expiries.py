@@ -11,7 +11,6 @@ import time
 
 from shared import job_records, job_status, jobs, subjects, wire
 from shared.bus import Bus
-from shared.claim_check import ClaimCheck
 from shared.errors import GenerationDeadline, HeadraceError, QueueDeadline, Unavailable
 from shared.jobs import GONE_S
 from shared.keyvalue import Watch
@@ -97,6 +96,6 @@ async def expire(bus: Bus, tenant: str, job: str) -> bool:
             else WireError(QueueDeadline.code, "no worker had room for the job in time")
         )
         await jobs.end(bus, tenant, job, record.request.version, told, record.keep_s)
-        await ClaimCheck(bus).delete(subjects.JOB_STREAM, record.sequence)
+        await job_status.delete_message(bus, record)
         return True
     return False

@@ -81,7 +81,13 @@ async def look(bus: "Bus", tenant: str, job: str) -> State | None:
 async def forget(bus: "Bus", state: State) -> None:
     """Delete a job that has ended. Raises Unavailable."""
     record = state.record
-    # or a worker that died before its ack leaves it to run anew
-    await ClaimCheck(bus).delete(subjects.JOB_STREAM, record.sequence)
+    # the message first: of a worker that died before its ack it is still there, and would be run again without the result
+    await delete_message(bus, record)
     await results.forget(bus, record.tenant, record.id)
     await job_records.remove(bus, record.tenant, record.id)
+
+
+async def delete_message(bus: "Bus", record: JobRecord) -> None:
+    """Delete a job's message if it is still there, with the input that it may refer to. Raises Unavailable."""
+    if record.sequence:
+        await ClaimCheck(bus).delete(subjects.JOB_STREAM, record.sequence)

@@ -31,7 +31,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     model: str
     version: str
-    sequence: int  # in JOB
+    sequence: int  # in JOB; 0: not known
     deadline: float  # unix seconds
     keep_s: int = 0  # how long its result is kept; 0: as long as any
 
@@ -121,7 +121,8 @@ class Jobs:
         except Unavailable:  # no worker has it, or the one that had it is dead
             error = WireError(Cancelled.code, "the job was cancelled")
             result = await end(self._bus, ticket.tenant, ticket.id, ticket.version, error, ticket.keep_s)
-            await self._claim_check.delete(subjects.JOB_STREAM, ticket.sequence)
+            if ticket.sequence:
+                await self._claim_check.delete(subjects.JOB_STREAM, ticket.sequence)
             await self._bus.publish(subjects.CANCEL_JOB, about)  # it may have been taken in between
             return result.error is not None and result.error.code == Cancelled.code
         return answer.data == CANCELLED

@@ -117,6 +117,20 @@ def test_the_state_of_a_job_is_read_off_what_is_stored(nats_server: Any) -> None
     with_bus(nats_server.url, work)
 
 
+def test_a_job_that_nobody_published_as_far_as_is_known_can_be_cancelled_and_deleted(nats_server: Any) -> None:
+    async def work(bus: Bus) -> None:
+        made = record()
+        assert await job_records.create(bus, made)
+        assert await jobs.Jobs(bus).cancel(made.ticket)
+        state = await job_status.look(bus, "a", made.id)
+        assert state is not None
+        assert state.status == "cancelled"
+        await job_status.forget(bus, state)
+        assert await job_status.look(bus, "a", made.id) is None
+
+    with_bus(nats_server.url, work)
+
+
 def checkpoint(held: bool) -> Checkpoint:
     return Checkpoint(version="v", claim="c", held=held, parts=[Part([1, 2], ["a", "b"])], claims=3)
 
