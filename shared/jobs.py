@@ -131,7 +131,7 @@ class Jobs:
         """Whether it has expired, and no worker has had it since."""
         if time.time() < ticket.deadline + GONE_S:
             return False
-        return await self._bus.get_message(subjects.JOB_STREAM, ticket.sequence) is None
+        return not ticket.sequence or await self._bus.get_message(subjects.JOB_STREAM, ticket.sequence) is None
 
 
 async def end(bus: Bus, tenant: str, job: str, version: str, error: WireError, keep_s: int = 0) -> Result:
