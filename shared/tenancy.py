@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
-from shared import audit, config, registry, subjects, tenants
+from shared import audit, config, registry, subjects, tenants, webhook_secrets
 from shared.audit import Actor
 from shared.errors import ApiKeyNotFound, ApiKeyOver, BadRequest, TenantExists, TenantNotFound, Unavailable
 from shared.tenants import ApiKey, Limits, Priority, Role, Tenant, Weight
@@ -162,9 +162,11 @@ async def revoke(bus: "Bus", actor: Actor, name: str, id_: str) -> ApiKey:
 
 
 async def remove(bus: "Bus", actor: Actor, name: str) -> Tenant:
-    """Remove a tenant with its keys. What it has running goes on. Raises TenantNotFound or Unavailable."""
+    """Remove a tenant with its keys, and what signs its webhooks: who is called so later has another one. What it has running
+    goes on. Raises TenantNotFound or Unavailable."""
     async with audit.audited(bus, actor, "tenant.remove", name):
         tenant, _ = await _read(bus, name)
+        await webhook_secrets.forget(bus, name)
         await bus.kv_delete(subjects.TENANTS_BUCKET, subjects.key(name))
     return tenant
 

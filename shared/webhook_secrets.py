@@ -109,6 +109,12 @@ async def rotate(bus: "Bus", actor: Actor, asked: SecretRotation) -> NewSecret:
     raise Unavailable("others rotated the secret with every try to rotate it")
 
 
+async def forget(bus: "Bus", tenant: str) -> None:
+    """Delete a tenant's secret, if it has one. What waits to be signed with it is not sent. Raises Unavailable."""
+    if await _read(bus, tenant) is not None:
+        await bus.kv_delete(subjects.WEBHOOK_SECRETS_BUCKET, subjects.key(tenant))
+
+
 async def _write(bus: "Bus", made: TenantSecret, revision: int | None) -> bool:
     bucket, key, value = subjects.WEBHOOK_SECRETS_BUCKET, subjects.key(made.tenant), records.encode(made)
     if revision is None:

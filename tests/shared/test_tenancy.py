@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from shared import audit, subjects, tenancy, tenants
+from shared import audit, subjects, tenancy, tenants, webhook_secrets
 from shared.audit import Actor
 from shared.bus import Bus
 from shared.errors import ApiKeyNotFound, ApiKeyOver, BadRequest, HeadraceError, TenantExists, TenantNotFound
 from shared.settings import Settings
 from shared.tenancy import NewKey, NewTenant, TenantChanges
 from shared.tenants import ApiKey, Limits, Tenant
+from shared.webhook_secrets import SecretRotation
 
 ME = Actor("ops", "cli:me@here")
 
@@ -141,6 +142,18 @@ def test_keys_that_are_over_make_room_and_others_do_not() -> None:
     assert len(tenant.keys) == tenants.KEYS_MAX
     with pytest.raises(BadRequest, match="revoke one"):
         tenancy._with_key(tenant, ApiKey(id="newer", sha256=""), 1.0)
+
+
+def test_what_signs_its_webhooks_goes_with_a_tenant(nats_url: str, name: str) -> None:
+    async def work(bus: Bus) -> None:
+        for _ in range(2):  # the second one of that name
+            await tenancy.add(bus, ME, NewTenant(name=name))
+            assert await webhook_secrets.find(bus, name) is None
+            made = await webhook_secrets.rotate(bus, Actor(name, "k1"), SecretRotation())
+            assert made.previous_until is None
+            await tenancy.remove(bus, ME, name)
+
+    on_bus(nats_url, work)
 
 
 def test_every_change_is_in_the_audit_log_and_no_key_is(nats_url: str, name: str) -> None:
