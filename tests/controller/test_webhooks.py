@@ -64,7 +64,7 @@ class World:
         self, notice: Notice, state: DeliveryState, also: Callable[[Notice], bool] = lambda _: True
     ) -> Notice:
         """The notice, once it is in that state."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 found = await notices.find(self.bus, notice.tenant, notice.id)
                 assert found is not None
@@ -74,7 +74,7 @@ class World:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             if condition():
                 return

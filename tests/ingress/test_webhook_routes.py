@@ -27,6 +27,7 @@ def settings(nats_url: str) -> Settings:
 
 def test_a_secret_is_told_once_and_signs_with_the_one_before_for_a_while(settings: Settings) -> None:
     async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        begun = time.time()
         await bus.kv_delete(subjects.WEBHOOK_SECRETS_BUCKET, subjects.key(subjects.LOCAL_TENANT))
         assert refusal(await client.get("/v1/webhooks/secret")) == (404, "not_found", None)
         made = await client.post("/v1/webhooks/secret", json={})
@@ -42,7 +43,7 @@ def test_a_secret_is_told_once_and_signs_with_the_one_before_for_a_while(setting
         assert (await client.post("/v1/webhooks/secret", json={"grace_seconds": 0})).json()["previous_until"] is None
         for bad in ({"grace_seconds": -1}, {"grace_seconds": 1e9}, {"secret": SECRET}):
             assert refusal(await client.post("/v1/webhooks/secret", json=bad))[:2] == (400, "invalid_request")
-        entries = [each for each in await audit.read(bus, 0.0) if each.action == "webhook_secret.rotate"]
+        entries = [each for each in await audit.read(bus, begun) if each.action == "webhook_secret.rotate"]
         assert [each.target for each in entries] == [subjects.LOCAL_TENANT] * 3
         kept = msgspec.json.encode(entries).decode()
         assert not any(secret in kept for secret in (made.json()["secret"], other["secret"]))
