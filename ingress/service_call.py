@@ -51,6 +51,7 @@ class ServiceCall:
         self._gone = asyncio.Event()
         self._body: bytes | None = None  # of the request, until the application has read it
         self._head: dict[str, str] = {}  # of the first reply
+        self._status = 0
         self._streamed = False
         self._unsent = b""  # of a stream, what is no whole event yet
         self._number = 0
@@ -95,6 +96,7 @@ class ServiceCall:
         await self._reply(msgspec.json.encode(error.body()), {}, last=True)
 
     def _start(self, status: int, headers: Headers) -> None:
+        self._status = status
         self._head = {HEADER_STATUS: str(status)}
         for raw_name, raw_value in headers:
             name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
@@ -119,7 +121,9 @@ class ServiceCall:
         self._head = {}
         self._number += 1
         if last:
-            error = error_in(msgspec.json.decode(data or b"null"))
+            # what a plain answer tells may have an error of its own: that of a job, for instance
+            fails = self._streamed or self._status >= 400
+            error = error_in(msgspec.json.decode(data or b"null")) if fails else None
             headers[HEADER_END] = COMPLETE if error is None else FAILED
             if error is not None:
                 headers |= {ERROR_CODE: str(error.status), ERROR: error.code}

@@ -66,8 +66,8 @@ async def call(
         told = msgspec.json.decode(answer.data or b"null")
     except msgspec.DecodeError as error:
         raise Unavailable(f"the answer of {subject} is no JSON: {error}") from None
-    if (failed := error_in(told)) is not None:
-        raise failed
+    if answer.headers.get(HEADER_END) == FAILED:
+        raise error_in(told) or Unavailable(f"{subject} says that it failed, and not why")
     return told
 
 

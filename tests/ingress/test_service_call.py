@@ -52,6 +52,16 @@ def test_a_plain_answer_is_one_reply() -> None:
     assert replies_of(work) == [(b'{"text":"a"}', {"Hr-Status": "200", "Hr-Event": "0", "Hr-End": "complete"})]
 
 
+def test_an_answer_about_an_error_is_none() -> None:
+    job = msgspec.json.encode({"status": "failed"} | QueueFull("full").body())
+
+    async def work(call: ServiceCall) -> None:
+        await call.send(answers.start(200, answers.json_headers(job, [])))
+        await call.send(answers.body(job))
+
+    assert replies_of(work) == [(job, {"Hr-Status": "200", "Hr-Event": "0", "Hr-End": "complete"})]
+
+
 def test_an_error_says_so_in_its_headers_before_a_stream_and_in_it() -> None:
     async def before(call: ServiceCall) -> None:
         await call.refuse(QueueFull("full"))
