@@ -24,7 +24,7 @@ HEADER_KEEPALIVE = "Hr-Keepalive"  # "1": there is nothing to tell yet
 ERROR_CODE, ERROR = "Nats-Service-Error-Code", "Nats-Service-Error"  # as NATS's own services tell it
 COMPLETE, FAILED = "complete", "error"
 
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 30.0
 ASK_AGAIN_S = 0.2  # where no ingress is there: one may be about to start
 
 

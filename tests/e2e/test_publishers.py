@@ -362,7 +362,7 @@ def test_the_service_in_node(guarded: Guarded, node: Path) -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

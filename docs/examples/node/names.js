@@ -7,7 +7,7 @@ import { connect, nkeyAuthenticator } from "nats";
 export function connectAsTenant() {
   const { NATS_URL: servers, NATS_SEED: file } = process.env;
   const authenticator = file ? nkeyAuthenticator(Buffer.from(readFileSync(file, "utf8").trim())) : undefined;
-  return connect({ servers, authenticator, maxReconnectAttempts: -1, reconnectTimeWait: 200 });
+  return connect({ servers, authenticator, waitOnFirstConnect: true, maxReconnectAttempts: -1 });
 }
 
 /** A name as one token of a subject: each byte outside [A-Za-z0-9_-] becomes =XX. */

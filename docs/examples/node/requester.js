@@ -39,7 +39,7 @@ export class Requester {
 
   /** Ask a service of an ingress. */
   async ask(subject, question) {
-    const answer = (await this.nc.request(subject, JSON.stringify(question), { timeout: 10_000 })).json();
+    const answer = (await this.nc.request(subject, JSON.stringify(question), { timeout: 30_000 })).json();
     if (answer.error) throw new HeadraceError(answer.error.code, answer.error.message);
     return answer;
   }

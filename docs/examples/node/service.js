@@ -8,7 +8,7 @@ import { HeadraceError, newId } from "./stream.js";
 const [model, input] = process.argv.slice(2);
 const nc = await connectAsTenant();
 
-const { tenant } = (await nc.request("headrace.whoami", "{}", { timeout: 10_000 })).json();
+const { tenant } = (await nc.request("headrace.whoami", "{}", { timeout: 30_000 })).json();
 const address = `tok.${token(tenant)}.${newId()}`; // an address of our own: when nobody listens there, the request is cancelled
 const replies = nc.subscribe(address);
 const given = headers();
