@@ -6,6 +6,7 @@ is said by the subject, which the caller's account writes (headrace/nats_account
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -113,7 +114,7 @@ class Services:
         except ValueError as error:
             raise wire.Malformed(str(error)) from None
         reply = message.headers.get(wire.HEADER_REPLY, message.reply)
-        if not reply or (reply != message.reply and not reply.startswith(own)):
+        if not reply or (reply != message.reply and not (reply.startswith(own) and re.match(wire.ADDRESS, reply))):
             raise wire.Malformed("no address of its own for the answer")
         task = asyncio.create_task(self._serve(tenant, names, message, reply))
         self._tasks.add(task)

@@ -163,7 +163,8 @@ def test_a_caller_that_is_gone_is_noticed_and_only_its_own_address_is_answered(s
 
         strangers = await fixture.bus.subscribe("tok.other.x", on_answer)
         subject = "as.acme." + subjects.service_infer("m")
-        await fixture.bus.publish(subject, b"{}", headers={wire.HEADER_REPLY: "tok.other.x"})
+        for reply in ("tok.other.x", "tok.acme.x.y", "tok.acme.*", "tok.ingress.x"):
+            await fixture.bus.publish(subject, b"{}", headers={wire.HEADER_REPLY: reply})
         await fixture.bus.publish(subject, b"{}")
         own = subjects.frame_address("acme", "x")
         subscription = await fixture.bus.subscribe(own, on_answer)
