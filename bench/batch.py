@@ -23,12 +23,12 @@ MIB = 1 << 20
 NAME = "batch"
 
 
-async def measure(directory: Path, source: str, lines: int, tokens: int, everything: bool) -> Outcome:
+async def measure(directory: Path, options: argparse.Namespace) -> Outcome:
     """One run on a stack of its own."""
     async with Stack(directory) as stack:
-        await stack.headrace("models", "push", source, "--name", NAME, "--version", "v1")
-        run = Run(stack, directory, NAME, lines, tokens)
-        return await run.play(everything, lambda line: print(line, flush=True))
+        await stack.headrace("models", "push", options.model, "--name", NAME, "--version", "v1")
+        run = Run(stack, directory, NAME, options.lines, options.tokens, options.padding_bytes)
+        return await run.play(not options.once, lambda line: print(line, flush=True))
 
 
 def main() -> None:
@@ -37,10 +37,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of each answer at most")
     parser.add_argument("--model", default="sim:zero", help="a directory with safetensors, or sim:PROFILE")
     parser.add_argument("--once", action="store_true", help="each process once, and not all of them at once in the end")
+    parser.add_argument("--padding-bytes", type=int, default=0, help="of each line: 3700 make 50,000 lines 200 MB")
     options = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
     with tempfile.TemporaryDirectory() as directory:
-        outcome = asyncio.run(measure(Path(directory), options.model, options.lines, options.tokens, not options.once))
+        outcome = asyncio.run(measure(Path(directory), options))
     print(f"{outcome.lines} lines in {outcome.seconds:.1f} s, {len(outcome.killed)} kills: {outcome.status}")
     print(
         f"{outcome.answers} answers, {outcome.errors} errors, counts {outcome.counts}, {outcome.billed} accounted for"

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -93,8 +94,12 @@ class Stack:
 class Run:
     """One batch of `lines` lines, of which each tenth chooses at random; each hundredth cannot be answered."""
 
-    def __init__(self, stack: Stack, directory: Path, model: str, lines: int, tokens: int) -> None:
+    def __init__(
+        self, stack: Stack, directory: Path, model: str, lines: int, tokens: int, padding_bytes: int = 0
+    ) -> None:
+        """`padding_bytes`: so much longer is each line than it need be, by what changes nothing about its answer."""
         self._stack, self._directory, self._model, self._tokens = stack, directory, model, tokens
+        self._padding = "x" * padding_bytes
         self.outcome = Outcome(lines=lines)
         self._progress = (0, 0)  # done, total
         self._faulty = {f"line-{number}" for number in range(7, lines, 100)}
@@ -131,10 +136,16 @@ class Run:
     def _write(self, path: Path) -> None:
         with open(path, "w") as file:
             for number in range(self.outcome.lines):
-                body = {"model": self._model, "prompt": f"Count from {number}:", "max_tokens": self._tokens}
+                body: dict[str, Any] = {
+                    "model": self._model,
+                    "prompt": f"Count from {number}:",
+                    "max_tokens": self._tokens,
+                }
                 body["temperature"] = 1.0 if number % 10 == 0 else 0.0
                 if f"line-{number}" in self._faulty:
                     body["temperature"] = 5.0
+                if self._padding:
+                    body["metadata"] = {"padding": self._padding}
                 asked = {"custom_id": f"line-{number}", "method": "POST", "url": ENDPOINT, "body": body}
                 file.write(json.dumps(asked) + "\n")
 

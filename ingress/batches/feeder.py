@@ -100,10 +100,7 @@ class Feeder:
                 if not progress.ending:
                     self._window.added((request.model, request.version))
                     return request
-            elif request is None:
-                await progress.wait(RETRY_S)
-            else:
-                await progress.wait(LOOK_EVERY_S)
+            await asyncio.sleep(RETRY_S if request is None else LOOK_EVERY_S)
 
     def _ask(self, job: LineJob, line: Line) -> Request | None:
         job.refusal = None
@@ -133,6 +130,9 @@ class Feeder:
                 deadline_s = record.expires_at + LATER_S - time.time()
                 ticket = await self._jobs.submit(request, record.tenant, max(LATER_S, deadline_s))
             except QueueFull:
+                if self._progress.ending:
+                    job.unasked = True
+                    return
                 await asyncio.sleep(RETRY_S)
             except TooLarge as error:
                 job.refusal = error

@@ -69,6 +69,9 @@ def written(record: BatchRecord, lines: int, offset: int, failed: int, segment: 
     assert 0 <= failed <= lines
     assert record.cursor < record.cursor + lines <= record.total
     completed = lines - failed
+    left = record.total - record.cursor - lines
+    ahead_completed = min(max(0, record.ahead_completed - completed), left)
+    ahead_failed = min(max(0, record.ahead_failed - failed), left - ahead_completed)
     return replace(
         record,
         cursor=record.cursor + lines,
@@ -76,8 +79,8 @@ def written(record: BatchRecord, lines: int, offset: int, failed: int, segment: 
         offset=offset,
         completed=record.completed + completed,
         failed=record.failed + failed,
-        ahead_completed=max(0, record.ahead_completed - completed),
-        ahead_failed=max(0, record.ahead_failed - failed),
+        ahead_completed=ahead_completed,
+        ahead_failed=ahead_failed,
         segments=(*record.segments, segment),
     )
 
