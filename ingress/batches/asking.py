@@ -123,7 +123,7 @@ class Asker:
         except HeadraceError:
             return
         reference = family.reference(body, {"path": family.route})
-        job.framing = Framing(family.route, reference, int(time.time()), False, False)
+        job.framing = Framing(family.route, reference, int(time.time()), False, False, base64=body.in_base64())
 
     def tell(self, record: BatchRecord, job: LineJob, result: Result | None) -> tuple[bytes, bool]:
         """The line of the output, or of the error file, with its end; whether it is an answer."""

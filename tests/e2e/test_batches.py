@@ -15,8 +15,9 @@ from ..conftest import LocalStack
 pytestmark = pytest.mark.e2e
 
 ENDED = ("completed", "failed", "expired", "cancelled")
-MODEL, SLOW = "batched", "batched-slow"
+MODEL, SLOW, EMBEDDER = "batched", "batched-slow", "batched-vectors"
 CHAT: Any = "/v1/chat/completions"
+EMBEDDINGS: Any = "/v1/embeddings"
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,22 @@ def test_the_sdk_runs_a_batch_and_answers_are_those_of_its_route(sdk: openai.Ope
     assert purposes == {"batch_output"}
     assert batch.id in [each.id for each in sdk.batches.list(limit=2)], "pages follow each other"
     assert sdk.files.delete(batch.input_file_id).deleted
+
+
+def test_texts_are_embedded_as_their_route_does(served: LocalStack, sdk: openai.OpenAI) -> None:
+    served.push("sim:embedder", EMBEDDER)
+    bodies: list[Any] = [
+        {"model": EMBEDDER, "input": "one", "encoding_format": "float"},
+        {"model": EMBEDDER, "input": ["two", "three"], "encoding_format": "base64", "dimensions": 4},
+    ]
+    lines = [{"custom_id": "e", "method": "POST", "url": EMBEDDINGS, "body": body} for body in bodies]
+    lines[1]["custom_id"] = "f"
+    file = sdk.files.create(file=("lines.jsonl", jsonl(lines)), purpose="batch")
+    made = sdk.batches.create(input_file_id=file.id, endpoint=EMBEDDINGS, completion_window="24h")
+    told = lines_of(sdk, ended(sdk, made).output_file_id)
+    assert [each["custom_id"] for each in told] == ["e", "f"]
+    for body, each in zip(bodies, told, strict=True):
+        assert each["response"]["body"] == json.loads(sdk.embeddings.with_raw_response.create(**body).text)
 
 
 def test_what_is_cancelled_or_expires_keeps_what_is_done(sdk: openai.OpenAI) -> None:
