@@ -10,7 +10,7 @@ from ingress.embeddings_body import EmbeddingsBody
 from ingress.error_shapes import OPENAI, ErrorShape
 from ingress.family import Admitted, Choice
 from ingress.sse import Events, encode
-from shared.errors import Internal
+from shared.errors import Unsupported
 from shared.wire import Usage
 
 PATH = "/v1/embeddings"
@@ -51,7 +51,7 @@ class Embeddings:
         return body.model
 
     def events(self, admitted: Admitted) -> Events:
-        raise Internal("embeddings are not streamed")
+        raise Unsupported("stream: embeddings are not streamed", param="stream")
 
     def plain(self, admitted: Admitted, choices: list[Choice], usage: Usage, claims: int) -> bytes:
         show = encoded if admitted.framing.base64 else numbers

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import math
 import struct
 from collections.abc import Callable, Iterator
@@ -111,6 +112,32 @@ def test_thousands_of_inputs_come_back_in_order(vectors_stack: Stack) -> None:
     error = refusal(vectors_stack.post(PATH, {"model": "vectors", "input": ["a"] * 2049}))
     assert error["param"] == "input"
     assert "2049" in error["message"]
+    vectors_stack.idle()
+
+
+def test_a_job_and_a_batch_have_the_routes_own_answers(vectors_stack: Stack) -> None:
+    bodies = [{"model": "vectors", "input": [f"line {number}", "and"], "dimensions": 16} for number in range(5)]
+    wanted = [vectors_stack.post(PATH, body).json() for body in bodies]
+    many = {"model": "vectors", "input": [f"word {number}" for number in range(100)], "encoding_format": "base64"}
+    made = vectors_stack.post("/v1/jobs", {"endpoint": PATH, "body": many})
+    assert made.status_code == 202, made.text
+    job = httpx.get(vectors_stack.url + made.headers["location"], params={"wait": 30}, timeout=60).json()
+    assert job["status"] == "completed"
+    result = httpx.get(f"{vectors_stack.url}/v1/jobs/{job['id']}/result").json()
+    assert result["data"] == vectors_stack.post(PATH, many).json()["data"]
+    assert refusal(httpx.get(f"{vectors_stack.url}/v1/jobs/{job['id']}/events"))["param"] == "stream"
+    lines = [
+        json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body})
+        for number, body in enumerate(bodies)
+    ]
+    with openai.OpenAI(base_url=vectors_stack.url + "/v1", api_key="none", max_retries=0) as client:
+        file = client.files.create(file=("lines.jsonl", "\n".join(lines).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        batch = wait_for(lambda: (found := client.batches.retrieve(batch.id)).completed_at and found, 60, "the batch")
+        assert batch.output_file_id is not None
+        told = [json.loads(each) for each in client.files.content(batch.output_file_id).text.splitlines()]
+    found = {each["custom_id"]: each["response"]["body"] for each in told}
+    assert [found[str(number)] for number in range(5)] == wanted
     vectors_stack.idle()
 
 
