@@ -138,6 +138,7 @@ def test_a_model_of_vectors_generates_nothing(post: Callable[..., Any], front: A
         ("/v1/models/vectors/infer", {"input": "Hi"}),
         ("/v1/messages", {"messages": messages, "max_tokens": 5}),
         ("/v1/messages/count_tokens", {"messages": messages}),
+        ("/v1/responses", {"input": "Hi", "store": False}),
     ):
         answer = front.post(path, {"model": "vectors"} | body)
         assert (answer.status, answer.json["error"]["code"]) == (400, "wrong_task"), path
