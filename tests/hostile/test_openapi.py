@@ -24,7 +24,7 @@ from .corpus import count
 CASES = 12  # of each operation, of what is allowed, and again of what is not
 PLAYED = "played"
 SERVED = {"/v1/chat/completions", "/v1/completions", "/v1/models/{model}/infer"}
-SERVED |= {"/v1/messages", "/v1/messages/count_tokens"}
+SERVED |= {"/v1/messages", "/v1/messages/count_tokens", "/v1/responses"}
 # 503s that a caller can bring about: there is no object store here, and versions can be registered that nobody can serve
 BROUGHT_ABOUT = {"objects_unavailable", "version_failed", "no_capacity"}
 SETTINGS = hypothesis.settings(
@@ -72,6 +72,8 @@ class Aim:
         order = {"endpoint": "/v1/completions", "body": asked}
         self._path["job_id"] = job = session.post(f"{url}/v1/jobs", json=order).json()["id"]
         assert session.get(f"{url}/v1/jobs/{job}?wait=20").json()["status"] == "completed"
+        responded = {"model": MODEL, "input": "hi", "max_output_tokens": 2}
+        self._path["response_id"] = session.post(f"{url}/v1/responses", json=responded).json()["id"]
         self._number = 0
 
     def at(self, case: Case) -> None:
