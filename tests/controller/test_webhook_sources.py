@@ -94,7 +94,9 @@ def test_controllers_that_die_at_every_point_tell_of_everything(run_world: Any) 
 
             for fault_point in POINTS:
                 controller = world.controller(fault_point)
-                assert await asyncio.to_thread(controller.process.wait, CEILING_S) == -signal.SIGKILL, world.log.read_text()
+                assert await asyncio.to_thread(controller.process.wait, CEILING_S) == -signal.SIGKILL, (
+                    world.log.read_text()
+                )
             world.controller()
             await until(lambda: set(receiver.ids) >= wanted.keys(), CEILING_S)
             for id_, (type_, subject) in wanted.items():
