@@ -95,7 +95,7 @@ def run_world(nats_server: Any, tmp_path: Any) -> RunWorld:
             bus = await Bus.connect(settings, "test")
             try:
                 await bus.ensure()
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(240):
                     await work(World(bus))
             finally:
                 await bus.close()
