@@ -19,7 +19,7 @@ from controller.webhook_queue import Entry, Limits, WebhookQueue
 from controller.webhook_sender import Attempt, Sender
 from shared import notices, subjects, webhooks
 from shared.bus import Bus
-from shared.errors import Internal, Unavailable
+from shared.errors import BadRequest, Internal, Unavailable
 from shared.keyvalue import Watch
 from shared.leadership import Leadership
 from shared.notices import NOTICES, Notice
@@ -203,7 +203,11 @@ class Webhooks:
         if not secrets:
             return Attempt(error="the tenant has no secret to sign with")
         body = notice.body.encode()
-        return await self._sender.post(notice.url, webhooks.signed(secrets, notice.id, int(now), body), body)
+        try:
+            headers = webhooks.signed(secrets, notice.id, int(now), body)
+        except BadRequest as error:  # somebody else wrote it
+            return Attempt(error=error.message)
+        return await self._sender.post(notice.url, headers, body)
 
 
 async def _written(write: Callable[[], Awaitable[bool]]) -> bool:

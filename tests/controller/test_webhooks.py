@@ -178,6 +178,20 @@ def test_who_has_gone_is_left_alone_and_who_asks_for_time_gets_it(run_world: Run
     run_world(work)
 
 
+def test_what_cannot_be_signed_is_not_sent_and_holds_up_nothing(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        async with receiving() as receiver, world.controller():
+            damaged = await world.tell(receiver, "job-9", "whsec_damaged")
+            nobodys = await world.tell(receiver, "job-9", None, "tenant-without-a-secret")
+            await world.until(await world.tell(receiver, "job-10"), "delivered")
+            for each, why in ((damaged, "base64"), (nobodys, "no secret")):
+                found = await world.until(each, "waiting", lambda notice: notice.attempts > 0)
+                assert why in found.error
+            assert len(receiver.received) == 1
+
+    run_world(work)
+
+
 def test_an_event_that_nobody_takes_is_given_up_after_its_time(run_world: RunWorld) -> None:
     async def work(world: World) -> None:
         async with receiving(status(500)) as receiver, world.controller():
