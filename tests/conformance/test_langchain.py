@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 pytestmark = [
     pytest.mark.e2e,
@@ -142,6 +142,35 @@ def test_completions(given: dict[str, Any], connections: httpx.Client) -> None:
     assert "four" in text.invoke("One, two, three,")
     assert "".join(text.stream("One, two, three,")) == text.invoke("One, two, three,")
     assert len(text.generate(["One, two, three,", "Red, green,"]).generations) == 2
+
+
+def test_over_responses(given: dict[str, Any], connections: httpx.Client) -> None:
+    chat = ChatOpenAI(**given, max_tokens=80, use_responses_api=True, http_client=connections)
+    plain = chat.invoke(QUESTION, max_tokens=16)
+    assert "Paris" in plain.text
+    whole = gathered(list(chat.stream(QUESTION, max_tokens=16)))
+    assert whole.text == plain.text
+    assert plain.usage_metadata is not None
+    assert whole.usage_metadata is not None
+    assert whole.usage_metadata["output_tokens"] == plain.usage_metadata["output_tokens"]
+    first = chat.bind_tools([weather], tool_choice="weather", strict=True).invoke("What is the weather in Rome?")
+    [call] = first.tool_calls
+    turns = [HumanMessage("What is the weather in Rome?"), first]
+    turns.append(ToolMessage(weather(**call["args"]), tool_call_id=call["id"]))
+    assert chat.invoke(turns, max_tokens=16).text
+    assert isinstance(chat.with_structured_output(Trip).invoke("Plan a trip."), Trip)
+
+
+def test_embeddings(given: dict[str, Any], embedder: str, connections: httpx.Client) -> None:
+    # else LangChain counts tokens with a tokenizer that it downloads, and sends its ids
+    chosen: Any = {"model": embedder, "check_embedding_ctx_length": False}
+    embeddings = OpenAIEmbeddings(
+        base_url=given["base_url"], api_key=given["api_key"], http_client=connections, **chosen
+    )
+    texts = ["A mill.", "Water turns the wheel."]
+    vectors = embeddings.embed_documents(texts)
+    assert [len(each) for each in vectors] == [len(vectors[0])] * 2
+    assert embeddings.embed_query(texts[1]) == pytest.approx(vectors[1], abs=1e-5)
 
 
 def test_errors(chat: ChatOpenAI) -> None:

@@ -30,13 +30,13 @@ def node() -> str:
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_the_package_for_node(demo_stack: Any, node: str, tmp_path: Path, name: str) -> None:
+def test_the_package_for_node(demo_stack: Any, embedder: str, node: str, tmp_path: Path, name: str) -> None:
     (tmp_path / "node_modules").symlink_to(install() / "node_modules")
     shutil.copy(HERE / name, tmp_path)
     ran = subprocess.run(
         [node, "--test", name],
         cwd=tmp_path,
-        env=os.environ | {"HEADRACE_URL": demo_stack.url + "/v1"},
+        env=os.environ | {"HEADRACE_URL": demo_stack.url + "/v1", "HEADRACE_EMBEDDER": embedder},
         capture_output=True,
         text=True,
         timeout=BUDGET_S,
