@@ -146,7 +146,7 @@ def reader(demo_stack: Stack, tiny_model: Path, tmp_path: Path) -> Iterator[Read
     yield Reader(demo_stack, tmp_path, tiny_model)
     demo_stack.headrace("up", "--detach", "--port", "0")  # for other tests, if it is not up
     for name in ("chat", "zero"):
-        demo_stack.headrace("models", "rm", name, "--yes")
+        demo_stack.headrace("models", "rm", name)
 
 
 def is_complete() -> bool:
