@@ -17,7 +17,7 @@ from controller.faults import point
 from controller.metrics import Metrics
 from controller.webhook_queue import Entry, Limits, WebhookQueue
 from controller.webhook_sender import Attempt, Sender
-from shared import notices, subjects, webhooks
+from shared import notices, subjects, webhook_secrets, webhooks
 from shared.bus import Bus
 from shared.errors import BadRequest, Internal, Unavailable
 from shared.keyvalue import Watch
@@ -25,7 +25,6 @@ from shared.leadership import Leadership
 from shared.notices import NOTICES, Notice
 from shared.settings import Settings
 from shared.streams import NOTICE_MARGIN_S
-from shared.webhook_secrets import SECRETS, TenantSecret
 from shared.webhooks import EventType, Webhook
 
 log = logging.getLogger(__name__)
@@ -51,18 +50,14 @@ class Webhooks:
             )
         )
         self._notices: dict[str, Notice] = {}  # that wait, by key, as the watch told them
-        self._secrets: dict[str, TenantSecret] = {}
         self._changed = asyncio.Event()
-        self._watches: list[Watch] = []
+        self._watch: Watch | None = None
         self._attempts: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when what waits at present is known. Raises Unavailable."""
-        self._watches = [
-            await self._bus.watch(subjects.WEBHOOK_SECRETS_BUCKET, self._on_secret),
-            await self._bus.watch(subjects.NOTICES_BUCKET, self._on_notice),
-        ]
+        self._watch = await self._bus.watch(subjects.NOTICES_BUCKET, self._on_notice)
         self._task = asyncio.create_task(self._run(), name="webhooks")
 
     async def close(self) -> None:
@@ -71,8 +66,8 @@ class Webhooks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for watch in self._watches:
-            await watch.close()
+        if self._watch is not None:
+            await self._watch.close()
         await self._sender.close()
 
     def waiting(self, tenant: str) -> int:
@@ -104,13 +99,6 @@ class Webhooks:
         point("webhook_noticed")
 
     # -- what is known ---------------------------------------------------------------------------------------------------
-
-    def _on_secret(self, key: str, value: bytes | None) -> None:
-        change = SECRETS.change(key, value)
-        if change is not None and change.record is not None:
-            self._secrets[change.record.tenant] = change.record
-        elif change is not None:
-            self._secrets.pop(change.names[0], None)
 
     def _on_notice(self, key: str, value: bytes | None) -> None:
         change = NOTICES.change(key, value)
@@ -150,7 +138,7 @@ class Webhooks:
         written = False
         try:
             written = await self._settle(notice)
-        except Internal as error:
+        except (Internal, Unavailable) as error:
             log.error("webhook: %r: %s", notice, error.message)
         finally:
             self._queue.done(key)
@@ -172,7 +160,7 @@ class Webhooks:
     async def _settle(self, notice: Notice) -> bool:
         """Try once, and write what came of it; whether that was written.
 
-        Raises Internal when what is there cannot be read.
+        Raises Internal when what is there cannot be read, and Unavailable when it is not known what to sign with.
         """
         bus, settings = self._bus, self._settings
         last = notice.at + settings.webhook_age_max_s
@@ -197,9 +185,8 @@ class Webhooks:
 
     async def _attempt(self, notice: Notice) -> Attempt:
         now = time.time()
-        secrets = [notice.secret] if notice.secret is not None else []
-        if not secrets and (known := self._secrets.get(notice.tenant)) is not None:
-            secrets = known.good(now)
+        own = notice.secret
+        secrets = [own] if own is not None else await webhook_secrets.signing(self._bus, notice.tenant, now)
         if not secrets:
             return Attempt(error="the tenant has no secret to sign with")
         body = notice.body.encode()

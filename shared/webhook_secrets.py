@@ -90,6 +90,15 @@ async def find(bus: "Bus", tenant: str) -> SecretShown | None:
     return SecretShown(made=known.made, previous_until=known.previous_until if len(known.good(now)) > 1 else None)
 
 
+async def signing(bus: "Bus", tenant: str, now: float) -> list[str]:
+    """What a tenant's webhooks are signed with at `now` (unix seconds): none, one, or two while it is rotated.
+
+    Raises Unavailable, and Internal for what cannot be read.
+    """
+    found = await _read(bus, tenant)
+    return [] if found is None else found[0].good(now)
+
+
 async def rotate(bus: "Bus", actor: Actor, asked: SecretRotation) -> NewSecret:
     """Make a secret for the actor's tenant, the first one or another. Raises Unavailable."""
     tenant = actor.tenant
