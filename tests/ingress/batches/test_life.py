@@ -1,6 +1,6 @@
 """The life of a batch, in any order of what may happen to it."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -76,6 +76,7 @@ def happen(record: BatchRecord, event: str, number: int) -> BatchRecord:
     return record
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 6)), max_size=60))
 def test_any_life(events: list[tuple[str, int]]) -> None:
     record = new()

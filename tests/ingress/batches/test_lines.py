@@ -2,7 +2,7 @@
 
 import asyncio
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingress.batches.lines import RawLine, read_lines
@@ -32,6 +32,7 @@ def lines_of(data: bytes, size: int, offset: int = 0) -> list[RawLine]:
     return asyncio.run(read())
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=20).map(lambda raw: raw.replace(b"\n", b"x"))), st.integers(1, 30), st.booleans())
 def test_lines_are_those_of_the_file_and_each_says_where_the_next_begins(
     lines: list[bytes], size: int, ends: bool

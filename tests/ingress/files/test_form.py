@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingress.files.form import FIELD_BYTES_MAX, Form
@@ -39,6 +39,7 @@ def read(body: bytes, sizes: list[int] | None = None, content_type: str = TYPE) 
     return form, asyncio.run(whole())
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.lists(st.integers(1, 60), max_size=20), st.booleans())
 def test_pieces_do_not_matter(data: bytes, sizes: list[int], file_first: bool) -> None:
     parts = [part("purpose", b"batch"), part("file", data, "in.jsonl")]
