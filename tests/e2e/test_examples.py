@@ -51,6 +51,14 @@ TREATED = {
 SAYS = {"curl -N http://127.0.0.1:8000/v1/chat/completions": "Paris", "from openai import OpenAI": "Paris"}
 
 
+TYPED = "What is the capital of France?\n"
+
+
+def is_conversation(command: str) -> bool:
+    """Whether it waits for what people type."""
+    return re.search(r" chat [\w@-]+$", command) is not None
+
+
 class Reader:
     """Somebody who types what a page says."""
 
@@ -119,7 +127,7 @@ class Reader:
             argv,
             cwd=ROOT,
             env=self.env,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -127,7 +135,7 @@ class Reader:
 
     def _end(self, process: "subprocess.Popen[str]", command: Command) -> None:
         try:
-            said, _ = process.communicate(timeout=BUDGET_S)
+            said, _ = process.communicate(TYPED if is_conversation(command.bare) else "", timeout=BUDGET_S)
         finally:
             process.kill()
         self.printed += said
