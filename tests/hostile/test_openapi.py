@@ -105,7 +105,10 @@ class Aim:
             names["version"] = new
         body.update({name: names[name] for name in names.keys() & body.keys()})
         if served:
-            if "count_tokens" not in path:
+            if path == "/v1/responses":
+                body |= {"input": "hi", "max_output_tokens": 5}
+                body.pop("previous_response_id", None)
+            elif "count_tokens" not in path:
                 body["max_tokens"] = 5
             for field in [field for field in body if field.startswith(REFUSED)]:
                 del body[field]
