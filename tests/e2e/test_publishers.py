@@ -148,7 +148,7 @@ async def ask_in_node(place: Path, server: Any, asked: list[Question]) -> list[d
 
 
 def test_python_and_node_stream_while_workers_die(guarded: Guarded, node: Path) -> None:
-    """Every stream of both is the reference text, each token once, though workers are killed under them."""
+    """Every stream of both is the reference text, each token once, though workers are killed until streams of both outlived one."""
 
     async def main() -> None:
         over = asyncio.Event()
@@ -172,7 +172,7 @@ def test_python_and_node_stream_while_workers_die(guarded: Guarded, node: Path) 
             async def kill() -> None:
                 killed: set[str] = set()
                 async with asyncio.timeout(240):
-                    while len(killed) < KILLS:
+                    while len(killed) < KILLS or min(max(each) for each in claims.values()) < 2:
                         await asyncio.sleep(0.5)
                         living = [each for name, each in leases.items() if name not in killed]
                         busy = max(living, key=lambda lease: lease.running, default=None)
@@ -183,8 +183,6 @@ def test_python_and_node_stream_while_workers_die(guarded: Guarded, node: Path) 
 
             for work in (in_python(), in_node(), kill()):
                 group.create_task(work)
-        assert max(claims["python"]) > 1, "none of Python's streams outlived a worker"
-        assert max(claims["node"]) > 1, "none of Node's streams outlived a worker"
 
     asyncio.run(main())
     guarded.stack.idle()
