@@ -148,7 +148,7 @@ async def ask_in_node(place: Path, server: Any, asked: list[Question]) -> list[d
 
 
 def test_python_and_node_stream_while_workers_die(guarded: Guarded, node: Path) -> None:
-    """Every stream of both is the reference text, each token once, though workers are killed until streams of both outlived one."""
+    """Every stream of both is the reference text, each token once; workers are killed until streams of both outlived one."""
 
     async def main() -> None:
         over = asyncio.Event()
