@@ -24,7 +24,7 @@ from .conftest import Stack
 from .examples import Block, Command, blocks_of, commands_of, words_of
 
 ROOT = Path(__file__).parents[2]
-RUN = ["README.md", "docs/api.md"]
+RUN = ["README.md"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BUDGET_S = 120.0  # of one command; on an idle machine the slowest takes ten seconds
 
@@ -168,7 +168,7 @@ def is_complete() -> bool:
 @pytest.mark.e2e
 @pytest.mark.model
 @pytest.mark.skipif(not is_complete(), reason="the installation is not complete: scripts/test makes it so")
-def test_what_the_pages_show_works_as_it_is_written(reader: Reader) -> None:
+def test_what_the_readme_shows_works_as_it_is_written(reader: Reader) -> None:
     blocks = [block for page in RUN for block in blocks_of(ROOT / page)]
     unknown = [block.where for block in blocks if block.page == "README.md" and not block.language]
     assert unknown == [], "neither Python nor commands: fence them with the name of their language"
