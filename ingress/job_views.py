@@ -32,7 +32,7 @@ class NewJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     deadline_seconds: Annotated[int, Meta(ge=1)] | None = None  # after so long it ends as expired
 
 
-class Progress(msgspec.Struct):
+class JobProgress(msgspec.Struct):
     """How far a job has come, as of a second ago."""
 
     tokens: int
@@ -52,7 +52,7 @@ class JobView(msgspec.Struct, kw_only=True):
     deadline_at: int  # by then it has ended
     ended_at: int | None
     expires_at: int | None  # until then it is kept; null as long as it has not ended
-    progress: Progress
+    progress: JobProgress
     usage: UsageBody | None  # once it has ended, and something was computed
     error: ErrorBody | None  # of one that has not completed
     metadata: dict[str, str]
@@ -97,7 +97,7 @@ def view(state: State, family: Family | None = None) -> JobView:
         deadline_at=int(record.deadline),
         ended_at=None if result is None else int(result.ended_at),
         expires_at=None if result is None else int(result.ended_at + record.keep_s),
-        progress=Progress(state.tokens, state.claims),
+        progress=JobProgress(state.tokens, state.claims),
         usage=None if result is None or result.usage is None else usage_body(result.usage),
         error=None if error is None else _error_body(error),
         metadata=record.metadata,
