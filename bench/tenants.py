@@ -146,7 +146,7 @@ class Bench:
         ):
             await self.settled()
             self.step_s.clear()
-            with self.load(loud, {"loud": count}, (options.long, options.long)):
+            with self.load(loud, {"loud": count}, (options.long // 2, options.long * 3 // 2)):
                 await asyncio.sleep(WARM_S if count else 0.5)
                 waiting = loud.queued("loud")
                 found = await self.quiet_ttft(options.samples)
@@ -207,7 +207,7 @@ async def run(options: argparse.Namespace) -> bool:
             source,
             options.workers,
             ingresses=1,
-            engine=EngineSettings(slots=options.slots),
+            engine=EngineSettings(slots=options.slots, prefill_chunk=options.prefill_chunk),
             queue_deadline_s=3600.0,
             generation_deadline_s=3600.0,
         )
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--source", default="sim:fixed-100ms", help="what is simulated")
     parser.add_argument("--slots", type=int, default=20, help="of a worker")
+    parser.add_argument("--prefill-chunk", type=int, default=EngineSettings().prefill_chunk, help="prompt tokens a step")
     parser.add_argument("--model", type=Path, help="directory of a real model instead")
     parser.add_argument("--what", nargs="+", choices=["flood", "shares"], default=["flood", "shares"])
     parser.add_argument("--samples", type=int, default=500, help="requests of the quiet tenant, each time")

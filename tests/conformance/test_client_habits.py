@@ -1,4 +1,4 @@
-"""What clients send that no example shows: bodies as they were seen on the wire, and the ways of HTTP around them."""
+"""What clients send that no example shows: bodies of the kinds that known clients send, and the ways of HTTP around them."""
 
 import gzip
 import json
