@@ -36,6 +36,10 @@ ELSEWHERE = {  # code: where it is provoked, in processes as real as it takes
     "version_in_use": "tests/headrace/test_push.py::test_a_version_in_use_is_not_removed_and_the_answer_says_by_what",
     "idempotency_result_gone": "tests/reliability/test_idempotency.py::"
     "test_an_answer_too_large_to_keep_is_the_workers_for_a_while_and_never_run_again",
+    "file_in_use": "tests/ingress/files/test_routes.py::test_batches_are_made_listed_and_cancelled",
+    "too_many_files": "tests/ingress/files/test_routes.py::test_files_are_uploaded_listed_read_and_deleted",
+    "too_many_batches": "tests/ingress/files/test_routes.py::test_batches_are_made_listed_and_cancelled",
+    "batch_state": "tests/e2e/test_batches.py::test_what_is_cancelled_or_expires_keeps_what_is_done",
     "cancelled": "tests/reliability/test_cancel.py::test_a_cancelled_key_stays_cancelled",
     "request_poisoned": "tests/reliability/test_dlq.py::"
     "test_a_poisoned_request_is_listed_shown_without_its_prompt_and_run_again",
@@ -234,6 +238,14 @@ CASES: dict[str, Callable[[Place], Awaitable[httpx.Response]]] = {
     "model_not_found": lambda place: place.complete(model="unknown"),
     "version_not_found": lambda place: place.complete(model="m@unknown"),
     "version_retired": lambda place: place.complete(model="m@old"),
+    "wrong_task": lambda place: place.ask("POST", "/v1/embeddings", json={"model": "m", "input": "x"}),
+    "previous_response_not_found": lambda place: place.ask(
+        "POST", "/v1/responses", json={"model": "m", "input": "x", "previous_response_id": f"resp_{'0' * 32}"}
+    ),
+    "response_not_found": lambda place: place.ask("GET", f"/v1/responses/resp_{'0' * 32}"),
+    "job_not_found": lambda place: place.ask("GET", f"/v1/jobs/{'0' * 32}"),
+    "file_not_found": lambda place: place.ask("GET", "/v1/files/file-nothing"),
+    "batch_not_found": lambda place: place.ask("GET", "/v1/batches/batch_nothing"),
     "stream_not_found": lambda place: place.ask("GET", f"/v1/streams/{'0' * 32}"),
     "deployment_not_found": lambda place: place.ask("GET", f"{DEPLOYMENTS}/d-999"),
     "tenant_not_found": lambda place: place.ask("GET", "/v1/tenants/nobody"),
