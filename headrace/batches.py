@@ -4,14 +4,17 @@ import json
 import signal
 import sys
 import time
+from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from headrace import http
 from shared.errors import BadRequest, HeadraceError, Unavailable
+
+if TYPE_CHECKING:
+    import httpx
 
 app = typer.Typer(help="Batches: run a file of requests, list, show, cancel, fetch.", no_args_is_help=True)
 
@@ -128,14 +131,14 @@ def output(
             _fetch(client, file_id, out)
             return
         with client.stream("GET", f"{FILES}/{file_id}/content") as response:
-            if response.status_code != httpx.codes.OK:
+            if response.status_code != HTTPStatus.OK:
                 response.read()
                 raise http.error_of(response)
             for chunk in response.iter_bytes():
                 sys.stdout.buffer.write(chunk)
 
 
-def _upload(client: httpx.Client, file: Path) -> dict[str, Any]:
+def _upload(client: "httpx.Client", file: Path) -> dict[str, Any]:
     with open(file, "rb") as content:
         sent = {"file": (file.name, content, "application/jsonl")}
         uploaded: dict[str, Any] = http.answer(client.post(FILES, data={"purpose": "batch"}, files=sent))
@@ -153,7 +156,7 @@ def _endpoint_of(file: Path) -> str:
     return str(url)
 
 
-def _watch(client: httpx.Client, batch: dict[str, Any]) -> dict[str, Any]:
+def _watch(client: "httpx.Client", batch: dict[str, Any]) -> dict[str, Any]:
     """Show how far it has come until it ends."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -175,13 +178,13 @@ def _watch(client: httpx.Client, batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def _fetch(client: httpx.Client, file_id: str, path: Path) -> None:
+def _fetch(client: "httpx.Client", file_id: str, path: Path) -> None:
     """Write a file; all of it, or none."""
     temporary = path.with_name(f".{path.name}.part")
 
     def get() -> None:
         with open(temporary, "wb") as file, client.stream("GET", f"{FILES}/{file_id}/content") as response:
-            if response.status_code != httpx.codes.OK:
+            if response.status_code != HTTPStatus.OK:
                 response.read()
                 raise http.error_of(response)
             for chunk in response.iter_bytes():

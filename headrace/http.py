@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import httpx
 import msgspec
 
 from headrace.globals import Globals
 from shared.errors import HeadraceError, Unavailable, by_code
+
+if TYPE_CHECKING:
+    import httpx
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 60.0
 PATIENCE_S, RETRY_S = 60.0, 0.5  # an ingress that dies is started again
@@ -16,22 +19,24 @@ PATIENCE_S, RETRY_S = 60.0, 0.5  # an ingress that dies is started again
 T = TypeVar("T")
 
 
-def client(given: Globals) -> httpx.Client:
+def client(given: Globals) -> "httpx.Client":
     """A client of the ingress that a command is about. Raises StackError."""
+    import httpx  # few commands need it
+
     headers = {"authorization": f"Bearer {given.key}"} if given.key else {}
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     return httpx.Client(base_url=given.http_url(), headers=headers, timeout=timeout)
 
 
-def answer(response: httpx.Response) -> Any:
+def answer(response: "httpx.Response") -> Any:
     """The JSON of an answer. Raises the error that it is."""
-    if response.status_code == httpx.codes.OK:
+    if response.status_code == HTTPStatus.OK:
         return response.json()
     response.read()
     raise error_of(response)
 
 
-def error_of(response: httpx.Response) -> HeadraceError:
+def error_of(response: "httpx.Response") -> HeadraceError:
     """What an answer that is none says."""
     try:
         error = response.json()["error"]
@@ -42,6 +47,8 @@ def error_of(response: httpx.Response) -> HeadraceError:
 
 def patiently(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
     """What `call` returns, which may be repeated for so long. Raises HeadraceError: Unavailable where nobody answers."""
+    import httpx
+
     deadline = time.monotonic() + patience_s
     while True:
         try:

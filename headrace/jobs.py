@@ -4,14 +4,16 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from headrace import tuning
 from headrace.globals import Globals
 from shared.errors import HeadraceError, Unavailable, by_code
+
+if TYPE_CHECKING:
+    import httpx
 
 app = typer.Typer(help="Jobs: submit, list, show, wait, cancel, delete.", no_args_is_help=True)
 
@@ -147,7 +149,7 @@ def delete(context: typer.Context, job_id: JobId, as_json: Json = False) -> None
         print(f"{job_id}: {gone['status']}{', and deleted' if gone['deleted'] else ''}")
 
 
-def until_ended(client: httpx.Client, job_id: str, timeout_s: float | None) -> dict[str, Any]:
+def until_ended(client: "httpx.Client", job_id: str, timeout_s: float | None) -> dict[str, Any]:
     """The job once it has ended, or as it is after so long. Raises HeadraceError."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
@@ -157,8 +159,10 @@ def until_ended(client: httpx.Client, job_id: str, timeout_s: float | None) -> d
             return job
 
 
-def call(client: httpx.Client, method: str, path: str, **more: Any) -> dict[str, Any]:
+def call(client: "httpx.Client", method: str, path: str, **more: Any) -> dict[str, Any]:
     """One request; what it is answered. Raises HeadraceError."""
+    import httpx  # few commands need it
+
     try:
         response = client.request(method, path, **more)
         answer: dict[str, Any] = response.json()
@@ -181,7 +185,9 @@ def text_of(answer: dict[str, Any]) -> str:
     return json.dumps(answer, indent=2, ensure_ascii=False)
 
 
-def _client(context: typer.Context) -> httpx.Client:
+def _client(context: typer.Context) -> "httpx.Client":
+    import httpx
+
     given: Globals = context.obj
     headers = {"authorization": f"Bearer {given.key}"} if given.key else {}
     timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
