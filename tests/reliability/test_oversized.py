@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from headrace.stack import ports, servers
 from shared import subjects, wire
-from shared.claim_check import DEAD_INPUTS, INPUTS, JOB_INPUTS
+from shared.claim_check import DEAD_INPUTS, INPUTS, JOB_INPUTS, ClaimCheck
 from shared.dispatch import Dispatcher
 from shared.errors import ObjectsUnavailable, StreamGone, TooLarge
 from shared.jobs import Jobs, Ticket
@@ -311,20 +310,17 @@ def test_one_that_is_given_up_is_kept_whole_and_can_be_run_again(place: Place) -
         await dispatcher.start()
         first = await dispatcher.submit(asked("small", 6000), "first")
         assert await first.next(20)
-        elsewhere = Dispatcher(
-            place.bus, msgspec.structs.replace(place.settings, orphan_grace_s=120.0)
-        )  # publishes once
-        await elsewhere.start()
-        second = await elsewhere.submit(asked(rid=first.rid), "second")  # which buries it
+        # it has a message id of its own, since the stream drops a second message of the first one's
+        second = subjects.request(*named(), subjects.LANE_FAST, "second")
+        headers = message_headers(wire.new_id(), "tok.ingress.nobody")
+        await ClaimCheck(place.bus).publish(second, wire.encode(asked(rid=first.rid)), headers)
 
         async def kept() -> bool:
             return await buried(place, "second", {f"{first.rid}.dlq"})
 
         await place.until(kept)
-        second.cancel()
         first.cancel()
-        for each in (dispatcher, elsewhere):
-            await each.close()
+        await dispatcher.close()
         await place.emptied()
         assert len(place.stored(DEAD_INPUTS)) == 1
         status, output = await headrace(place, "dlq", "list", "--json")
