@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GATHER_S = 0.2
+GATHER_S = 0.01
 HOLD_S = 2.0  # less than what is left of ack_wait after the last in-progress
 AGAIN_S = 1.0
 EVENTS_MAX = 1000  # of a message
