@@ -11,6 +11,7 @@ import pytest
 
 from shared import locate, subjects, wire
 from shared.bus import Message
+from shared.claim_check import ClaimCheck
 from shared.errors import (
     BadRequest,
     ContextLength,
@@ -241,9 +242,8 @@ def test_a_body_without_a_version_is_of_its_subjects(run_fleet: RunFleet) -> Non
             headers = home | {wire.HEADER_MSG_ID: rid, "Content-Type": f"application/{kind}"}
             await fleet.bus.publish_durable("q.m.v.fast.t", body, headers)
         owner = subjects.INGRESS_OWNER
-        found = await locate.locate(
-            fleet.bus, fleet.bus.settings, "a", "t", 1, owner
-        )  # no worker: it is read from the stream
+        # no worker: it is read from the stream
+        found = await locate.locate(fleet.bus, ClaimCheck(fleet.bus), "a", "t", 1, owner)
         assert found is not None
         assert found.request.version == "v"
         fleet.spawn()
