@@ -230,7 +230,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--source", default="sim:fixed-100ms", help="what is simulated")
     parser.add_argument("--slots", type=int, default=20, help="of a worker")
-    parser.add_argument("--prefill-chunk", type=int, default=EngineSettings().prefill_chunk, help="prompt tokens a step")
+    parser.add_argument(
+        "--prefill-chunk", type=int, default=EngineSettings().prefill_chunk, help="prompt tokens a step"
+    )
     parser.add_argument("--model", type=Path, help="directory of a real model instead")
     parser.add_argument("--what", nargs="+", choices=["flood", "shares"], default=["flood", "shares"])
     parser.add_argument("--samples", type=int, default=500, help="requests of the quiet tenant, each time")
