@@ -70,8 +70,8 @@ _decode_pub_ack = msgspec.json.Decoder(PubAck).decode
 
 
 class _Client(Client):
-    """nats-py's client, whose read loop would end with a header that is not UTF-8, and which would go on without TLS where a
-    server, or whoever answers in its place, offers none."""
+    """nats-py's client, whose read loop would end with a header that is not UTF-8 and with the answer to a flush that has
+    given up, and which would go on without TLS where a server, or whoever answers in its place, offers none."""
 
     def _connect_command(self) -> bytes:
         if "tls" in self.options and not self._is_secured():
@@ -82,6 +82,11 @@ class _Client(Client):
     def _is_secured(self) -> bool:
         writer = getattr(self._transport, "_io_writer", None)
         return writer is not None and writer.get_extra_info("ssl_object") is not None
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()  # it counts, though nobody waits for it
+        await super()._process_pong()
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:

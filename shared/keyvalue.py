@@ -143,6 +143,7 @@ class Watch:
         self._ready = asyncio.Event()
         self._lost = asyncio.Event()
         self._subscription: Subscription | None = None
+        self._consumer = ""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -160,12 +161,18 @@ class Watch:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        await self._end_consumer()
+
+    async def _end_consumer(self) -> None:
+        """What the server does not hear goes away there by itself, after a while."""
         if self._subscription is not None:
             await self._subscription.unsubscribe()
+        if self._consumer:
+            await self._bus.publish(f"$JS.API.CONSUMER.DELETE.KV_{self._bucket}.{self._consumer}")
+            self._consumer = ""
 
     async def _create(self) -> None:
-        if self._subscription is not None:
-            await self._subscription.unsubscribe()
+        await self._end_consumer()
         inbox = f"{self._bus.inbox}_watch.{new_id()}"
         self._subscription = await self._bus.subscribe(inbox, self._on_message)
         config = {
@@ -184,6 +191,7 @@ class Watch:
         self._heard = asyncio.get_running_loop().time()
         self._lost.clear()
         made = await self._bus.api(f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config})
+        self._consumer = made["name"]
         if not made.get("num_pending") and not made.get("delivered", {}).get("consumer_seq"):
             self._ready.set()  # an empty bucket: no message will say that it was the last of the first round
 

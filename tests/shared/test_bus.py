@@ -361,3 +361,36 @@ def test_a_watch_is_ready_though_its_callback_fails(nats_server: Any, caplog: py
 
     with_bus(Settings(nats_url=nats_server.url), work)
     assert "was not handled" in caplog.text
+
+
+def test_a_watch_that_ends_leaves_no_consumer(nats_server: Any) -> None:
+    async def work(bus: Bus) -> None:
+        bucket = subjects.ROUTES_BUCKET
+        await bus.kv_put(bucket, "a", b"1")
+        watch = await bus.watch(bucket, lambda key, value: None)
+
+        async def consumers() -> int:
+            return int((await bus.api(f"STREAM.INFO.KV_{bucket}"))["state"]["consumer_count"])
+
+        assert await consumers() == 1
+        await watch.close()
+        deadline = time.monotonic() + 5
+        while await consumers():
+            assert time.monotonic() < deadline, "the consumer is still there"
+
+    with_bus(Settings(nats_url=nats_server.url), work)
+
+
+def test_a_flush_that_is_given_up_leaves_the_connection_as_it_is(nats_server: Any) -> None:
+    async def work(bus: Bus) -> None:
+        for _ in range(3):
+            given_up = asyncio.create_task(bus._client.flush())
+            await asyncio.sleep(0)  # its PING is sent
+            given_up.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+        await bus._client.flush()
+        await bus.publish_durable(subjects.request("m", "v", "fast", "t"), b"body", headers(1))
+        assert bus.reconnects == 0
+
+    with_bus(Settings(nats_url=nats_server.url), work)
