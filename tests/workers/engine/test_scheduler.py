@@ -392,3 +392,21 @@ def test_where_pace_is_short_tenants_with_nothing_in_the_batch_have_what_is_rese
     assert [each.key for each in it.running][paced:] == ["a", "b"]
     step(it)
     assert len(it.running) == paced + 2
+
+
+def test_a_step_begins_the_only_sequence_of_a_tenant_without_other_prompts_but_not_two_steps_in_turn() -> None:
+    it = scheduler(slots=16, chunk=32)
+
+    def prompts() -> list[tuple[str, int]]:
+        return [(key, count) for key, _, count, _ in step(it) if count > 1]
+
+    for number in range(4):
+        it.add(sequence(f"loud{number}", 30, tenant="loud"))
+    it.add(detached("job", 40, tenant="jobs"))
+    assert prompts() == [("loud0", 30), ("loud1", 2)]
+    it.add(sequence("quiet", 5, tenant="quiet"))
+    assert prompts() == [("quiet", 5)]
+    it.add(sequence("other", 5, tenant="other"))
+    assert prompts() == [("loud1", 27), ("other", 5)]
+    it.add(sequence("long", 40, tenant="long"))  # it needs more than a step
+    assert prompts() == [("long", 16), ("loud2", 16)]
