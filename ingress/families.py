@@ -8,6 +8,6 @@ from ingress.routes.infer import Infer
 from ingress.routes.messages import CountTokens, Messages
 from ingress.routes.responses import Responses
 
-_chat, _completions, _embeddings = Chat(), Completions(), Embeddings()
-FAMILIES: tuple[Family, ...] = (_chat, _completions, Infer(), Messages(), CountTokens(), Responses(), _embeddings)
-BATCHED: dict[str, Family] = {family.route: family for family in (_chat, _completions, _embeddings)}
+_chat, _completions, _responses, _embeddings = Chat(), Completions(), Responses(), Embeddings()
+FAMILIES: tuple[Family, ...] = (_chat, _completions, Infer(), Messages(), CountTokens(), _responses, _embeddings)
+BATCHED: dict[str, Family] = {family.route: family for family in (_chat, _completions, _responses, _embeddings)}

@@ -171,7 +171,6 @@ def answer_of(family: Family, admitted: Admitted, result: Result, request_id: st
         return StoredAnswer(error.status, msgspec.json.encode(family.errors.body(error, request_id)))
     choices = [choice_of(part) for part in result.parts]
     usage = result.usage or Usage(0, 0)
-    served = msgspec.structs.replace(
-        admitted, request=msgspec.structs.replace(admitted.request, version=result.version)
-    )
+    request = msgspec.structs.replace(admitted.request, version=result.version)
+    served = msgspec.structs.replace(admitted, request=request, ended_at=result.ended_at)
     return StoredAnswer(200, family.plain(served, choices, usage, result.claims))

@@ -123,7 +123,10 @@ class ResponsesBody(Body, kw_only=True, dict=True):
         """The items of the response before and of those before that. Raises Unsupported where they were not asked for."""
         found: list[Item] | None = self.__dict__.get("history")
         if found is None and self.previous_response_id is not None:
-            raise Unsupported("previous_response_id: on /v1/responses alone", param="previous_response_id")
+            raise Unsupported(
+                "previous_response_id: only of a request that is posted to /v1/responses itself",
+                param="previous_response_id",
+            )
         return found or []
 
     def prepare(self, history: list[Item], keeps: bool) -> None:
@@ -202,7 +205,9 @@ class ResponsesBody(Body, kw_only=True, dict=True):
         if reasoning.effort not in (None, "none") or reasoning.summary is not None:
             raise Unsupported("reasoning: not supported", param="reasoning")
         if self.background and not self.keeps:
-            raise Unsupported("background: on /v1/responses alone", param="background")
+            raise Unsupported(
+                "background: only of a request that is posted to /v1/responses itself", param="background"
+            )
         if text.verbosity not in (None, "medium"):
             raise Unsupported("text.verbosity: only `medium` is served", param="text.verbosity")
 

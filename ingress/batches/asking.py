@@ -73,6 +73,11 @@ class LineJob(msgspec.Struct):
     done: bool | None = None  # a result is known of: it is an answer (True), or an error
     purgeable: bool = True  # once its message is gone
 
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept of its request for its answer, whatever has become of it."""
+        return 0 if self.framing is None else len(self.framing.repeated)
+
 
 def rid_of(record: BatchRecord, number: int) -> str:
     """The rid of a line's job: the same whoever submits it, and however often."""
@@ -119,11 +124,12 @@ class Asker:
         """What can be known of a line that is refused: it may have been asked before, when it was not."""
         try:
             body: Body = decode(family.decoder, raw)
-            job.logprobs = body.logprobs_wanted()
+            job.logprobs, repeated = body.logprobs_wanted(), body.repeated()
         except HeadraceError:
             return
         reference = family.reference(body, {"path": family.route})
         job.framing = Framing(family.route, reference, int(time.time()), False, False, base64=body.in_base64())
+        job.framing.repeated = repeated
 
     def tell(self, record: BatchRecord, job: LineJob, result: Result | None) -> tuple[bytes, bool]:
         """The line of the output, or of the error file, with its end; whether it is an answer."""

@@ -38,7 +38,7 @@ class Progress:
         self._changed = asyncio.Event()
         self._expected: dict[int, LineJob] = {}  # jobs of which nothing is known yet, by line
         self._done = {True: 0, False: 0}  # answers and errors among the lines that are not written
-        self._bytes = 0  # of the jobs of `_expected`
+        self._bytes = 0  # of the jobs of `_expected`, and what is kept of those of `ahead`
         self._closes_at: float | None = None  # monotonic
 
     # -- the record ----------------------------------------------------------------------------------------------------
@@ -105,9 +105,16 @@ class Progress:
     def add(self, job: LineJob) -> None:
         """The next line is on its way."""
         self.ahead.append(job)
+        self._bytes += job.kept_bytes
         if job.refusal is not None and not job.unasked:
             self.note(job, False)
         self._changed.set()
+
+    def take(self, count: int) -> list[LineJob]:
+        """The first lines, which are about to be written."""
+        taken = [self.ahead.popleft() for _ in range(count)]
+        self._bytes -= sum(job.kept_bytes for job in taken)
+        return taken
 
     def hear(self, rid: str, is_answer: bool) -> None:
         """A job has a result, or will have in a moment."""

@@ -72,9 +72,7 @@ class Settler:
             while ready < len(known) and (found[ready] is not None or not _has_job(known[ready])):
                 ready += 1
             if ready:
-                for _ in range(ready):
-                    progress.ahead.popleft()
-                return list(zip(known[:ready], found[:ready], strict=True))
+                return list(zip(progress.take(ready), found[:ready], strict=True))
             if known and known[0].done is not None:
                 await asyncio.sleep(STORED_S)
             else:

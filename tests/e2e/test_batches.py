@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types import Batch
+from openai.types import responses as sdk_responses
 
 from ..conftest import LocalStack
 
@@ -18,6 +19,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 MODEL, SLOW, EMBEDDER = "batched", "batched-slow", "batched-vectors"
 CHAT: Any = "/v1/chat/completions"
 EMBEDDINGS: Any = "/v1/embeddings"
+RESPONSES: Any = "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,22 @@ def test_texts_are_embedded_as_their_route_does(served: LocalStack, sdk: openai.
     assert [each["custom_id"] for each in told] == ["e", "f"]
     for body, each in zip(bodies, told, strict=True):
         assert each["response"]["body"] == json.loads(sdk.embeddings.with_raw_response.create(**body).text)
+
+
+def test_responses_are_those_of_their_route_and_not_kept(sdk: openai.OpenAI) -> None:
+    body: Any = {"model": MODEL, "input": "one", "instructions": "two", "max_output_tokens": 6, "temperature": 0}
+    lines = [{"custom_id": "r", "method": "POST", "url": RESPONSES, "body": body}]
+    file = sdk.files.create(file=("lines.jsonl", jsonl(lines)), purpose="batch")
+    made = sdk.batches.create(input_file_id=file.id, endpoint=RESPONSES, completion_window="24h")
+    [answer] = lines_of(sdk, ended(sdk, made).output_file_id)
+    told = sdk_responses.Response.model_validate(answer["response"]["body"])
+    same = sdk.responses.create(**body, store=False)
+    assert (told.output_text, told.status, told.instructions) == (same.output_text, same.status, "two")
+    assert told.usage is not None
+    assert same.usage is not None
+    assert (told.usage.total_tokens, told.store) == (same.usage.total_tokens, False)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(told.id)
 
 
 def test_what_is_cancelled_or_expires_keeps_what_is_done(sdk: openai.OpenAI) -> None:

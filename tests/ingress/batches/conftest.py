@@ -37,9 +37,18 @@ ENDPOINT = "/v1/completions"
 TENANT = "t"
 
 
+RESPONSES = "/v1/responses"
+ENDED_AT = 1_750_000_000.0  # unix seconds, of every result
+
+
 def line(number: int, **body: Any) -> dict[str, Any]:
     asked = {"model": "m", "prompt": f"hello {number}", "max_tokens": 3} | body
     return {"custom_id": f"c{number}", "method": "POST", "url": ENDPOINT, "body": asked}
+
+
+def response_line(number: int, **body: Any) -> dict[str, Any]:
+    asked = {"model": "m", "input": f"hello {number}", "max_output_tokens": 3} | body
+    return {"custom_id": f"c{number}", "method": "POST", "url": RESPONSES, "body": asked}
 
 
 class Workers:
@@ -73,12 +82,12 @@ class Workers:
         if await results.read_result(self._bus, TENANT, request.rid) is not None:
             return
         self.executed[request.rid] += 1
-        text = request.input.prompt or ""
+        text = request.input.prompt or (request.input.messages or [wire.ChatMessage("user", "")])[-1].content or ""
         error = WireError("engine_failed", "it broke") if "break" in text else None
         parts = [Part([1], [text], None, "stop")] if error is None else []
         usage = Usage(2, 1) if error is None else None
         result = Result(
-            version=request.version, claim="c", parts=parts, ended_at=time.time(), usage=usage, error=error, claims=1
+            version=request.version, claim="c", parts=parts, ended_at=ENDED_AT, usage=usage, error=error, claims=1
         )
         await results.store(self._bus, TENANT, request.rid, result)
 
@@ -108,7 +117,7 @@ class World:
         record = BatchRecord(
             id=new_id("batch_"),
             tenant=TENANT,
-            endpoint=ENDPOINT,
+            endpoint=more.pop("endpoint", ENDPOINT),
             input_file_id=(await self.upload(lines)).id,
             completion_window="24h",
             created_at=now,

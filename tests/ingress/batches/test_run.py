@@ -17,7 +17,7 @@ from shared.bus import Bus
 from shared.errors import HeadraceError
 from shared.webhooks import Webhook
 
-from .conftest import ENDPOINT, TENANT, RunWorld, World, line, until, working
+from .conftest import ENDED_AT, ENDPOINT, RESPONSES, TENANT, RunWorld, World, line, response_line, until, working
 
 DEATHS = 12
 
@@ -65,6 +65,74 @@ def test_lines_have_answers_or_errors_in_order(run_world: RunWorld) -> None:
         assert (await world.bus.stream_info(subjects.RES_STREAM)).messages == 0, "results are deleted once written"
 
     run_world(work, batch_segment_lines_max=7)
+
+
+def test_lines_may_be_responses_which_are_not_kept(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        lines = [response_line(number, instructions="Be brief.", store=True, stream=True) for number in range(4)]
+        lines[1]["body"]["background"] = True
+        lines[2]["body"]["previous_response_id"] = "resp_" + "a" * 32
+        batch = await world.finish(await world.create(lines, endpoint=RESPONSES))
+        assert (batch.status, batch.completed, batch.failed) == ("completed", 2, 2)
+        answers, errors = await world.lines_of(batch.output_file_id), await world.lines_of(batch.error_file_id)
+        told = [each["response"]["body"] for each in answers]
+        assert [each["id"] for each in told] == [f"resp_{batch.id}-1", f"resp_{batch.id}-4"]
+        assert [each["output"][0]["content"][0]["text"] for each in told] == ["hello 0", "hello 3"]
+        assert {(each["status"], each["completed_at"]) for each in told} == {("completed", int(ENDED_AT))}
+        assert {(each["instructions"], each["store"]) for each in told} == {("Be brief.", False)}
+        refused = [(each["response"]["status_code"], each["response"]["body"]["error"]) for each in errors]
+        assert [(status, error["code"], error["param"]) for status, error in refused] == [
+            (400, "unsupported_parameter", "background"),
+            (400, "unsupported_parameter", "previous_response_id"),
+        ]
+        assert await world.bus.kv_keys_below(subjects.RESPONSES_BUCKET, TENANT) == []
+
+    run_world(work)
+
+
+def test_a_response_is_told_that_came_before_its_line_would_be_refused(run_world: RunWorld) -> None:
+    """What is told of a request is made of its line, also where that is not asked any more."""
+
+    async def work(world: World) -> None:
+        lines = [response_line(number, instructions="Be brief.") for number in range(4)]
+        made = await world.create(lines, endpoint=RESPONSES)
+        run = await world.run(made)
+        await run._validate()
+        await run._progress.update(lambda record: life.intending(record, 4))
+        running = asyncio.create_task(run.run())
+
+        async def asked() -> bool:
+            return (await world.bus.stream_info(subjects.JOB_STREAM)).messages == 4
+
+        await until(asked)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        world.context.router.drop_version("m", "v1")
+        async with working(world):
+            batch = await world.finish(made)
+        assert (batch.status, batch.completed) == ("completed", 4)
+        answers = await world.lines_of(batch.output_file_id)
+        assert {each["response"]["body"]["instructions"] for each in answers} == {"Be brief."}
+
+    run_world(work, idle=True)
+
+
+def test_what_is_kept_of_responses_counts_among_what_is_ahead(run_world: RunWorld) -> None:
+    """What has been answered, and waits for a line before it, still has its tools and instructions in memory."""
+
+    async def work(world: World) -> None:
+        world.workers.held = lambda rid: rid.endswith("-1")
+        lines = [response_line(number, instructions="x" * 10_000) for number in range(80)]
+        made = await world.create(lines, endpoint=RESPONSES)
+        running = asyncio.create_task((await world.run(made)).run())
+        await until(lambda: done(world, made, 31))
+        await asyncio.sleep(3 * LOOK_EVERY_S)  # it looks again, and finds no room
+        assert len(world.workers.executed) < 80 - 1
+        world.workers.held = lambda rid: False
+        await running
+        assert (await world.read(made)).completed == 80
+
+    run_world(work, batch_ahead_bytes_max=200_000)
 
 
 def test_a_file_that_is_no_batch_says_where_and_nothing_of_it_runs(run_world: RunWorld) -> None:
