@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.client import Client, Generation, HeadraceError, Job, Result, SyncClient, Token
+    from headrace.client import Client, Embeddings, Generation, HeadraceError, Job, Result, SyncClient, Token
 
-__all__ = ["Client", "Generation", "HeadraceError", "Job", "Result", "SyncClient", "Token"]
+__all__ = ["Client", "Embeddings", "Generation", "HeadraceError", "Job", "Result", "SyncClient", "Token"]
 
 
 def __getattr__(name: str) -> Any:

@@ -171,6 +171,7 @@ class Services:
             version=version.version,
             movable=resolved.by_weights,
             max_model_len=version.max_model_len,
+            encoder=version.encoder,
         )
 
     async def _ask(self, call: ServiceCall, tenant: str, asks: Asks, message: Message) -> None:

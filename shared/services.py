@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shared.encoders import Encoder
 from shared.errors import HeadraceError, Unavailable, by_code
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Routed(msgspec.Struct, kw_only=True):
     version: str
     movable: bool  # the route's weights chose it: another version may take its place until the first token
     max_model_len: int = 0  # tokens; 0: not known
+    encoder: Encoder | None = None  # it makes vectors; None: it generates text
 
 
 class Asked(msgspec.Struct, kw_only=True):

@@ -6,11 +6,12 @@ from typing import Any, Self
 
 from headrace.client.generation import Generation
 from headrace.client.jobs import Job, JobStatus, status_of
-from headrace.client.told import Result
+from headrace.client.told import Embeddings, Result
 from headrace.client.transport import Transport
 from shared.settings import Settings
 
 Input = str | Sequence[dict[str, Any]] | Sequence[int]
+EmbeddingInput = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 class Client:
@@ -62,6 +63,24 @@ class Client:
     ) -> Result:
         """The whole of such a generation."""
         return await self.stream(model, input, version=version, session=session, **params).complete()
+
+    async def embed(
+        self,
+        model: str,
+        input: EmbeddingInput,
+        *,
+        dimensions: int | None = None,
+        version: str | None = None,
+        session: str | None = None,
+    ) -> Embeddings:
+        """A vector for each text of `input`, or for each list of token ids, by a model that makes them.
+
+        `dimensions` cuts them, where the model was trained for it.
+        """
+        body: dict[str, Any] = {"model": model, "input": input if isinstance(input, str) else list(input)}
+        if dimensions is not None:
+            body["dimensions"] = dimensions
+        return await self._transport.embed(body, version, session)
 
     def resume(self, position: str) -> Generation:
         """Go on with a generation, whoever began it: the tokens after its `position`, or all of them for its `id`."""

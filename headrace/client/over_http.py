@@ -1,20 +1,23 @@
 """The client over HTTP: the native route with ids, gone on with at any ingress when a connection or an ingress is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from headrace.client.told import Ended, Token, last_told, scored
+from headrace.client.told import Embeddings, Ended, Token, last_told, scored, vector_of
 from headrace.client.transport import JobOperation, all_told
 from shared.errors import Draining, HeadraceError, Unavailable, by_code
 
+T = TypeVar("T")
+
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_MAX_S = 60.0  # an ingress breaks a silence every 10 s: who says nothing for so long is gone
+PLAIN_MAX_S = 660.0  # until an answer that is told at once: longer than a request may wait for a worker
 AGAIN_EVERY_S, AGAIN_EVERY_MAX_S = 0.1, 1.0
 AGAIN_WITHIN_S = 30.0  # without a new event; what is not read is kept for 15 s
 
@@ -30,6 +33,24 @@ class Asking(msgspec.Struct):
     path: str
     body: dict[str, Any]
     headers: dict[str, str]
+
+
+class Embedded(msgspec.Struct):
+    embedding: bytes  # JSON has them in base64
+
+
+class EmbeddedUsage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class EmbeddedAnswer(msgspec.Struct):
+    """What counts of an answer of /v1/embeddings."""
+
+    data: list[Embedded]
+    usage: EmbeddedUsage
+
+
+_decode_embedded = msgspec.json.Decoder(EmbeddedAnswer).decode
 
 
 class HttpSource:
@@ -50,7 +71,7 @@ class HttpSource:
         try:
             await self._connect()
         except (httpx.TransportError, Draining) as error:
-            await self._reconnect(error)
+            await self._http.again(self._connect, error)
 
     async def tokens(self) -> AsyncIterator[Token]:
         while self.ended is None:
@@ -62,7 +83,7 @@ class HttpSource:
                         break
                     yield scored(event.data["token"], event.data["index"], event.data.get("score"))
             except (httpx.TransportError, Draining) as error:
-                await self._reconnect(error)
+                await self._http.again(self._connect, error)
 
     async def cancel(self) -> None:
         await self.detach()
@@ -84,25 +105,6 @@ class HttpSource:
             yield event
         if self.ended is None:
             raise httpx.RemoteProtocolError("the stream broke off")
-
-    async def _reconnect(self, reason: Exception) -> None:
-        """Go on where it was, at any ingress. Raises HeadraceError when none takes it."""
-        loop = asyncio.get_running_loop()
-        pause, deadline = AGAIN_EVERY_S, loop.time() + AGAIN_WITHIN_S
-        while loop.time() < deadline:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, AGAIN_EVERY_MAX_S)
-            self._http.next_url()
-            try:
-                await self._connect()
-                return
-            except httpx.TransportError as error:
-                reason = error
-            except Unavailable as error:
-                if not error.retryable:
-                    raise
-                reason = error
-        raise Unavailable(f"{self._http.url} cannot be reached or broke off: {reason!r}")
 
     async def _connect(self) -> None:
         if self._response is not None:
@@ -172,6 +174,25 @@ class OverHttp:
         await source.open()
         return source
 
+    async def embed(self, body: dict[str, Any], version: str | None, session: str | None) -> Embeddings:
+        asked = {"json": body | {"encoding_format": "base64"}, "headers": chosen(version, session)}
+        timeout = httpx.Timeout(PLAIN_MAX_S, connect=CONNECT_TIMEOUT_S)
+
+        async def attempt() -> Embeddings:
+            async with _closing(await self.send("POST", "/v1/embeddings", timeout=timeout, **asked)) as response:
+                try:
+                    told = _decode_embedded(await response.aread())
+                except msgspec.DecodeError as error:
+                    raise Unavailable(f"{self.url} broke off: {error!r}") from error
+            vectors = [vector_of(each.embedding) for each in told.data]
+            served = response.headers.get("x-headrace-version", "")
+            return Embeddings(vectors=vectors, version=served, prompt_tokens=told.usage.prompt_tokens)
+
+        try:
+            return await attempt()
+        except (httpx.TransportError, Draining) as error:
+            return await self.again(attempt, error)
+
     async def submit(self, order: dict[str, Any], headers: dict[str, str]) -> Any:
         return await self.ask("POST", "/v1/jobs", json=order, headers=headers)
 
@@ -205,6 +226,24 @@ class OverHttp:
                 await response.aclose()
             raise error_of(response)
         return response
+
+    async def again(self, attempt: Callable[[], Awaitable[T]], reason: Exception) -> T:
+        """Try once more what failed for `reason`, at any ingress. Raises HeadraceError when none takes it."""
+        loop = asyncio.get_running_loop()
+        pause, deadline = AGAIN_EVERY_S, loop.time() + AGAIN_WITHIN_S
+        while loop.time() < deadline:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, AGAIN_EVERY_MAX_S)
+            self.next_url()
+            try:
+                return await attempt()
+            except httpx.TransportError as error:
+                reason = error
+            except Unavailable as error:
+                if not error.retryable:
+                    raise
+                reason = error
+        raise Unavailable(f"{self.url} cannot be reached or broke off: {reason!r}")
 
     async def ask(self, method: str, path: str, **more: Any) -> Any:
         """The JSON of an answer; what may be asked again is, at other URLs too. Raises HeadraceError."""

@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 
 from headrace.client.replies import Replies
-from headrace.client.told import Candidate, Ended, Token, Usage
+from headrace.client.told import Candidate, Embeddings, Ended, Token, Usage, vector_of
 from headrace.client.transport import JobOperation, all_told
 from ingress.admission import Admission
 from ingress.decoding import decode
+from ingress.embeddings_body import EmbeddingsBody
 from ingress.position import Position, parse
 from ingress.routes.infer import score
 from ingress.schemas import InferBody
+from ingress.several import submitted
 from shared import services, subjects, wire
 from shared.bus import Bus
 from shared.dispatch import Dispatcher
@@ -29,7 +31,7 @@ from shared.services import Asked, Routed
 from shared.settings import Settings
 from shared.stream import Delta, Stream
 
-_body_decoder = msgspec.json.Decoder(InferBody)
+_infer_decoder, _embeddings_decoder = msgspec.json.Decoder(InferBody), msgspec.json.Decoder(EmbeddingsBody)
 
 
 class NatsSource:
@@ -127,9 +129,29 @@ class OverNats:
         return self._bus
 
     async def begin(self, model: str, body: dict[str, Any], version: str | None, session: str | None) -> NatsSource:
+        [request] = await self._admit(_infer_decoder, model, body, version, session)
+        stream = await self._dispatcher.submit(request, self.tenant, resumable=True)
+        return NatsSource(self._connected, stream)
+
+    async def embed(self, body: dict[str, Any], version: str | None, session: str | None) -> Embeddings:
+        requests = await self._admit(_embeddings_decoder, body["model"], body, version, session)
+        vectors: list[list[float]] = [[] for _ in range(sum(request.sampling.n for request in requests))]
+        async with submitted(self._dispatcher, requests, self.tenant) as several:
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    for delta in await several.next():
+                        vectors[delta.choice] = vector_of(delta.vector)
+            if (usage := several.usage) is None:
+                raise Internal(f"request {several.rid} is complete, but how is not known")
+            return Embeddings(vectors=vectors, version=several.version, prompt_tokens=usage.prompt_tokens)
+
+    async def _admit(
+        self, decoder: msgspec.json.Decoder[Any], model: str, body: dict[str, Any], pin: str | None, session: str | None
+    ) -> list[wire.Request]:
+        """What to publish. Raises what the route of such a body refuses with."""
         encoded = msgspec.json.encode(body)
-        decoded = decode(_body_decoder, encoded)
-        asked = Asked(model=model, pin=version, session=session or "")
+        decoded = decode(decoder, encoded)
+        asked = Asked(model=model, pin=pin, session=session or "")
         told = await services.call(self._connected, subjects.SERVICE_ROUTE, asked)
         routed = msgspec.convert(told, Routed)
         chosen = Version(
@@ -138,11 +160,12 @@ class OverNats:
             state="available",
             source="",
             max_model_len=routed.max_model_len,
+            encoder=routed.encoder,
         )
-        [request] = self._admission.admit(wire.new_id(), decoded, len(encoded), chosen)
-        request.movable = routed.movable
-        stream = await self._dispatcher.submit(request, self.tenant, resumable=True)
-        return NatsSource(self._connected, stream)
+        requests = self._admission.admit(wire.new_id(), decoded, len(encoded), chosen)
+        for request in requests:
+            request.movable = routed.movable
+        return requests
 
     async def resume(self, position: str) -> NatsSource:
         seen = parse(position) if "." in position else None

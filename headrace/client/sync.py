@@ -5,10 +5,10 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, Self, TypeVar
 
-from headrace.client.client import Client, Input
+from headrace.client.client import Client, EmbeddingInput, Input
 from headrace.client.generation import Generation
 from headrace.client.jobs import Job, JobStatus
-from headrace.client.told import Result, Token
+from headrace.client.told import Embeddings, Result, Token
 
 T = TypeVar("T")
 
@@ -47,6 +47,10 @@ class SyncClient:
     def generate(self, model: str, input: Input, **params: Any) -> Result:
         """As `Client.generate`."""
         return self._run(self._client.generate(model, input, **params))
+
+    def embed(self, model: str, input: EmbeddingInput, **params: Any) -> Embeddings:
+        """As `Client.embed`."""
+        return self._run(self._client.embed(model, input, **params))
 
     def resume(self, position: str) -> "SyncGeneration":
         """As `Client.resume`."""

@@ -1,8 +1,11 @@
 """What a client is told: tokens one by one, and what they came to."""
 
+import struct
 from typing import Any
 
 import msgspec
+
+FLOAT_BYTES = 4
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -43,6 +46,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
+class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors of a request's inputs, in their order."""
+
+    vectors: list[list[float]]
+    version: str  # that of the first one, should a rollback come in between
+    prompt_tokens: int
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """How a generation ended, as its transport knows it."""
 
@@ -51,6 +62,11 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     claims: int
     seed: int
+
+
+def vector_of(data: bytes) -> list[float]:
+    """The numbers of a vector: float32, little-endian."""
+    return list(struct.unpack(f"<{len(data) // FLOAT_BYTES}f", data))
 
 
 def usage_of(body: dict[str, Any]) -> Usage:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any, Literal, Protocol
 
-from headrace.client.told import Ended, Token
+from headrace.client.told import Embeddings, Ended, Token
 from shared.errors import StreamNotFound
 
 JobOperation = Literal["show", "cancel", "delete"]
@@ -38,6 +38,9 @@ class Transport(Protocol):
 
     async def begin(self, model: str, body: dict[str, Any], version: str | None, session: str | None) -> Source:
         """Ask for a generation; `body` is that of the native route."""
+
+    async def embed(self, body: dict[str, Any], version: str | None, session: str | None) -> Embeddings:
+        """The vectors of inputs; `body` is that of /v1/embeddings."""
 
     async def resume(self, position: str) -> Source:
         """Go on with a request; `position` may be its id alone, for all of it."""

@@ -1,7 +1,9 @@
 """The client over HTTP against servers that break off where it hurts: what was told is told once, and the rest follows."""
 
 import asyncio
+import base64
 import json
+import struct
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -145,6 +147,35 @@ def test_what_is_no_accident_is_told(answers: list[bytes], code: str) -> None:
             assert (found.value.retry_after, found.value.param) == (1.5, "p")
 
     meet(answers, work)
+
+
+def embedded() -> bytes:
+    vectors = [base64.b64encode(struct.pack("<2f", number, 0.5)).decode() for number in range(2)]
+    data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(vectors)]
+    usage = {"prompt_tokens": 5, "total_tokens": 5}
+    body = json.dumps({"object": "list", "data": data, "model": "m", "usage": usage}).encode()
+    return head(content_length=str(len(body)), x_headrace_version="v2") + body
+
+
+@pytest.mark.parametrize("lost", [[], [b""], [embedded()[:-9]], [error("draining", 503)]])
+def test_vectors_are_asked_for_again_when_their_answer_is_lost(lost: list[bytes]) -> None:
+    async def work(client: Client) -> None:
+        told = await client.embed("org/m", ["a", "b"], dimensions=2)
+        assert (told.vectors, told.version, told.prompt_tokens) == ([[0.0, 0.5], [1.0, 0.5]], "v2", 5)
+
+    server = meet([*lost, embedded()], work)
+    assert server.asked == [("POST", "/v1/embeddings", None)] * (1 + len(lost))
+
+
+def test_vectors_that_are_refused_or_garbled_are_not_asked_for_again() -> None:
+    async def work(client: Client) -> None:
+        for code in ("wrong_task", "bus_unavailable"):
+            with pytest.raises(HeadraceError) as found:
+                await client.embed("org/m", "a")
+            assert found.value.code == code
+
+    server = meet([error("wrong_task", 400), head(content_length="2") + b"no"], work)
+    assert len(server.asked) == 2
 
 
 def test_who_leaves_cancels_and_who_detaches_does_not() -> None:
