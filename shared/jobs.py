@@ -121,11 +121,15 @@ class Jobs:
         except Unavailable:  # no worker has it, or the one that had it is dead
             error = WireError(Cancelled.code, "the job was cancelled")
             result = await end(self._bus, ticket.tenant, ticket.id, ticket.version, error, ticket.keep_s)
-            if ticket.sequence:
-                await self._claim_check.delete(subjects.JOB_STREAM, ticket.sequence)
+            await self.withdraw(ticket.sequence)
             await self._bus.publish(subjects.CANCEL_JOB, about)  # it may have been taken in between
             return result.error is not None and result.error.code == Cancelled.code
         return answer.data == CANCELLED
+
+    async def withdraw(self, sequence: int) -> None:
+        """Delete a job's message (0: it has none), and what it refers to in the object store. Raises Unavailable."""
+        if sequence:
+            await self._claim_check.delete(subjects.JOB_STREAM, sequence)
 
     async def _is_gone(self, ticket: Ticket) -> bool:
         """Whether it has expired, and no worker has had it since."""

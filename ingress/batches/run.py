@@ -61,7 +61,7 @@ class BatchRun:
         if record.end is not None and not record.total:
             await self._end(lambda record: life.stopped_before(record, _now()))
             return
-        settler = Settler(self._bus, self._files, self._asker, progress)
+        settler = Settler(self._bus, self._files, self._jobs, self._asker, progress)
         if not record.finalizing_at:
             await self._run_lines(settler)
             ids = segments.file_ids(progress.record)

@@ -11,9 +11,10 @@ from ingress.batches.progress import Progress
 from ingress.batches.record import BatchRecord
 from ingress.batches.segments import Gathered
 from ingress.files.store import Files
-from shared import jobs, results, subjects, wire
+from shared import results, subjects, wire
 from shared.bus import Bus
 from shared.errors import Cancelled, HeadraceError
+from shared.jobs import Jobs, end
 from shared.results import Result
 from shared.wire import WireError
 
@@ -28,8 +29,8 @@ STORED_S = 0.02  # after news of a result, until it is stored
 class Settler:
     """Of one batch, for as long as this process leads."""
 
-    def __init__(self, bus: Bus, files: Files, asker: Asker, progress: Progress) -> None:
-        self._bus, self._files, self._asker, self._progress = bus, files, asker, progress
+    def __init__(self, bus: Bus, files: Files, jobs: Jobs, asker: Asker, progress: Progress) -> None:
+        self._bus, self._files, self._jobs, self._asker, self._progress = bus, files, jobs, asker, progress
         self._gathered = Gathered(bus.settings.batch_segment_lines_max)
         self._settled: list[LineJob] = []  # whose lines are gathered
         self._unpurged: list[LineJob] = []  # whose results are in RES, and lines are written
@@ -104,9 +105,8 @@ class Settler:
         record = self._progress.record
         if self._progress.closes_in == 0.0:
             error = WireError(Cancelled.code, f"the batch is {record.end}")
-            result = await jobs.end(self._bus, record.tenant, job.rid, job.version, error)
-            if job.sequence:
-                await self._bus.delete_message(subjects.JOB_STREAM, job.sequence)
+            result = await end(self._bus, record.tenant, job.rid, job.version, error)
+            await self._jobs.withdraw(job.sequence)
             await self._bus.publish(subjects.CANCEL_JOB, wire.encode(wire.About(job.rid, record.tenant)))
         else:
             found = await results.read_result(self._bus, record.tenant, job.rid)

@@ -13,7 +13,8 @@ from ingress.batches.progress import Superseded
 from ingress.batches.record import BatchRecord
 from ingress.batches.window import LOOK_EVERY_S
 from shared import notices, results, subjects
-from shared.bus import Bus
+from shared.bus import PAYLOAD_MARGIN_BYTES, Bus
+from shared.claim_check import JOB_INPUTS
 from shared.errors import HeadraceError
 from shared.webhooks import Webhook
 
@@ -235,6 +236,30 @@ def test_what_is_done_is_kept_and_the_rest_is_told_why_it_is_not(run_world: RunW
         assert sum(world.workers.executed.values()) == 20, "what was given up is not executed later"
 
     run_world(work, batch_waiting_max=12)
+
+
+def test_a_cancelled_line_that_is_too_large_for_the_bus_leaves_no_input(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        world.bus._client._max_payload = PAYLOAD_MARGIN_BYTES + 2000
+        made = await world.create([line(number, prompt="x" * (1 + 3000 * (number % 2))) for number in range(6)])
+
+        async def inputs() -> list[str]:
+            return [each.key for each in await world.files.call(lambda objects: objects.list(JOB_INPUTS))]
+
+        async def stored() -> bool:
+            return len(await inputs()) == 3
+
+        run = await world.run(made)
+        running = asyncio.create_task(run.run())
+        await until(stored)
+        await store.change(world.bus, TENANT, made.id, lambda record: life.cancelled(record, 1))
+        run.tell_changed()
+        await running
+        assert (await world.read(made)).failed == 6
+        assert await inputs() == []
+        assert await world.no_jobs()
+
+    run_world(work, idle=True)
 
 
 class Countdown:
