@@ -138,7 +138,11 @@ class Webhooks:
         written = False
         try:
             written = await self._settle(notice)
-        except (Internal, Unavailable) as error:
+        except Internal as error:  # written over: it would be told again and again, since what came of it has no place
+            log.error("webhook: %r: %s", notice, error.message)
+            if self._notices.get(key) is notice:
+                del self._notices[key]
+        except Unavailable as error:
             log.error("webhook: %r: %s", notice, error.message)
         finally:
             self._queue.done(key)
@@ -160,7 +164,7 @@ class Webhooks:
     async def _settle(self, notice: Notice) -> bool:
         """Try once, and write what came of it; whether that was written.
 
-        Raises Internal when what is there cannot be read, and Unavailable when it is not known what to sign with.
+        Raises Internal when what is there by now cannot be read, and Unavailable when it is not known what to sign with.
         """
         bus, settings = self._bus, self._settings
         last = notice.at + settings.webhook_age_max_s
@@ -186,7 +190,10 @@ class Webhooks:
     async def _attempt(self, notice: Notice) -> Attempt:
         now = time.time()
         own = notice.secret
-        secrets = [own] if own is not None else await webhook_secrets.signing(self._bus, notice.tenant, now)
+        try:
+            secrets = [own] if own is not None else await webhook_secrets.signing(self._bus, notice.tenant, now)
+        except Internal as error:
+            return Attempt(error=error.message)
         if not secrets:
             return Attempt(error="the tenant has no secret to sign with")
         body = notice.body.encode()

@@ -8,9 +8,9 @@ what it said, so that nobody writes it again, and for whoever asks.
 import logging
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from shared import records, subjects, webhooks
@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 OPERATOR = subjects.INGRESS_OWNER  # whose deployments are: no tenant is called that
 ERROR_CHARACTERS_MAX = 200
+ATTEMPTS_MAX = 1_000_000
+TIME_MAX = 1e11  # unix seconds
+
+Time = Annotated[float, Meta(ge=0.0, le=TIME_MAX)]
 
 
 class Notice(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,15 +37,15 @@ class Notice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str
     type: EventType
     subject: str  # the id of what it is about
-    at: float  # unix seconds, when it happened
+    at: Time  # unix seconds, when it happened
     url: str  # of one that has ended: the host only
     body: str = ""  # of one that waits: what is sent, to the byte
     secret: str | None = None  # None: the tenant's
     state: DeliveryState = "waiting"
-    attempts: int = 0
-    due: float = 0.0  # unix seconds: when it is to be tried next
+    attempts: Annotated[int, Meta(ge=0, le=ATTEMPTS_MAX)] = 0
+    due: Time = 0.0  # unix seconds: when it is to be tried next
     error: str = ""  # of the last attempt
-    ended: float = 0.0  # unix seconds
+    ended: Time = 0.0  # unix seconds
 
     def __repr__(self) -> str:
         return f"{self.type} {self.id} of {self.subject} to {webhooks.host_of(self.url)}"

@@ -192,6 +192,21 @@ def test_what_cannot_be_signed_is_not_sent_and_holds_up_nothing(run_world: RunWo
     run_world(work)
 
 
+def test_a_notice_that_is_written_over_is_not_told_again_and_again(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        async with receiving(status(500)) as receiver, world.controller() as running:
+            notice = await world.tell(receiver, "job-1")
+            await until(lambda: bool(receiver.received))
+            await world.bus.kv_put(subjects.NOTICES_BUCKET, subjects.key(notice.tenant, notice.id), b"{")
+            receiver.answer = status(200)
+            await until(lambda: not running.waiting(notice.tenant))
+            told = len(receiver.received)
+            await world.until(await world.tell(receiver, "job-2"), "delivered")
+            assert len(receiver.received) == told + 1
+
+    run_world(work)
+
+
 def test_an_event_that_nobody_takes_is_given_up_after_its_time(run_world: RunWorld) -> None:
     async def work(world: World) -> None:
         async with receiving(status(500)) as receiver, world.controller():

@@ -5,15 +5,16 @@ import random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from shared import records, registry, rollouts, subjects, tally, tenants
+from shared import notices, records, registry, rollouts, subjects, tally, tenants, webhook_secrets
 from shared.records import Lease, Route, ScalingDecision, Version, VersionLimits, Weight
 from shared.rollouts import NewDeployment
 from shared.stored import Stored
 from shared.tenants import ApiKey, Limits, Tenant
 
 from .conftest import MODEL, Target
-from .corpus import SEED, WHOLE, count, misfits, mutations, raw_json
+from .corpus import HUGE, SEED, WHOLE, count, misfits, mutations, raw_json
 
 WATCHED = VersionLimits(min_replicas=1)
 VERSION = Version(model="h", version="v", state="available", source="sim:zero", limits=WATCHED, created=5)
@@ -30,6 +31,23 @@ PROGRESS = rollouts.Progress(
 TALLY = tally.VersionTally(model="h", version="v", deployment="d-1", tally=tally.Tally(ended=3, ttft={5: 1}))
 INGRESS = tally.IngressLease(ingress="i1", pid=1, host="nowhere", started=1.0, tallies=[TALLY])
 TENANT = Tenant(name="h", limits=Limits(concurrency=3), keys=(ApiKey(id="k1", sha256="0" * 64, models=("m",)),))
+LATER = 4e9  # unix seconds: it is never too late to tell it
+NOTICE = notices.Notice(
+    id="evt_1",
+    tenant="h",
+    type="batch.completed",
+    subject="batch_1",
+    at=LATER,
+    url="https://127.0.0.1/hook",  # nothing is sent there
+    body="{}",
+    secret="whsec_" + "A" * 32,
+    attempts=1,
+    due=1.0,
+    error="it was down",
+)
+SECRET = webhook_secrets.TenantSecret(
+    tenant="h", secret="whsec_" + "B" * 32, made=1.0, previous="whsec_" + "C" * 32, previous_until=LATER
+)
 DECISION = ScalingDecision(at=1.0, model="h", version="v", before=0, desired=1, reasons=["lag"])
 
 STORED: list[tuple[str, str, Any, Stored[Any]]] = [
@@ -40,6 +58,8 @@ STORED: list[tuple[str, str, Any, Stored[Any]]] = [
     (subjects.ROLLOUTS_BUCKET, "d-1", PROGRESS, rollouts.PROGRESS),
     (subjects.INGRESSES_BUCKET, "i1", INGRESS, tally.INGRESS_LEASES),
     (subjects.TENANTS_BUCKET, "h", TENANT, tenants.TENANTS),
+    (subjects.NOTICES_BUCKET, subjects.key("h", "evt_1"), NOTICE, notices.NOTICES),
+    (subjects.WEBHOOK_SECRETS_BUCKET, "h", SECRET, webhook_secrets.SECRETS),
     (subjects.DECISIONS_BUCKET, subjects.key("h", "v"), DECISION, records.DECISIONS),
 ]
 ODD_KEYS = ["=FF", "=FF.v", "a.b.c.d", "=61", "x" * 200, "d-", "d-x", "d-" + "9" * 100, "h.=ZZ", "-", "_"]
@@ -131,6 +151,46 @@ def test_a_good_record_that_is_overwritten_stays_in_force(target: Target) -> Non
         await target.bus.kv_delete(subjects.DEPLOYMENTS_BUCKET, id_)
         await target.answers()
         await target.settled()
+
+    target.run(scenario())
+    assert target.tracebacks() == ""
+
+
+EXTREMES: list[dict[str, Any]] = [
+    *({"attempts": each} for each in (2**64 - 1, 2**63, -(2**63))),
+    *({"at": each} for each in (1e308, -1e308)),
+    *({"due": each} for each in (1e308, -1e308)),
+    *(
+        {"url": each}
+        for each in ("", "x", "http://[", "ftp://a/", "https://\x00/", "http://a:99999/", "https://" + "a" * 9000)
+    ),
+    {"id": "evt_\r\nx: y"},
+    {"id": "evt_é\u202e"},
+    {"body": "x" * HUGE},
+    *({"secret": each} for each in ("", "whsec_", "é", "whsec_" + "A" * 9000)),
+    {"error": "x" * 9000},
+]
+
+
+def test_what_a_notice_says_does_not_keep_others_from_being_tried(target: Target) -> None:
+    async def scenario() -> None:
+        made = [replace(NOTICE, **({"id": f"evt_{number}"} | each)) for number, each in enumerate(EXTREMES)]
+        unreadable = replace(NOTICE, tenant="no-secret", id="evt_unreadable", secret=None)
+        good = replace(NOTICE, id="evt_good")
+        await target.bus.kv_put(subjects.WEBHOOK_SECRETS_BUCKET, "no-secret", b"{")
+        keys = [subjects.key(each.tenant, each.id) for each in [*made, unreadable, good]]
+        for key, each in zip(keys, [*made, unreadable, good], strict=True):
+            await target.bus.kv_put(subjects.NOTICES_BUCKET, key, records.encode(each))
+
+        async def tried() -> bool:
+            found = [await notices.find(target.bus, each.tenant, each.id) for each in (unreadable, good)]
+            return all(each is not None and each.attempts > NOTICE.attempts for each in found)
+
+        await target.until(tried, target.controller)
+        for key in keys:
+            await target.bus.kv_delete(subjects.NOTICES_BUCKET, key)
+        await target.bus.kv_delete(subjects.WEBHOOK_SECRETS_BUCKET, "no-secret")
+        await target.registered("after-notices")
 
     target.run(scenario())
     assert target.tracebacks() == ""
