@@ -245,7 +245,7 @@ class ConcurrencyLimited(HeadraceError):
 
 
 class Internal(HeadraceError):
-    pass
+    code = "internal_error"
 
 
 class EngineFailed(Internal):
@@ -309,7 +309,8 @@ class Cancelled(HeadraceError):
 
 
 def _tree(root: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
-    found = {root.code: root}
+    """By the codes that they bring; a kind of one of them that only its process knows has the other one's."""
+    found = {root.code: root} if "code" in vars(root) else {}
     for child in root.__subclasses__():
         found |= _tree(child)
     return found
