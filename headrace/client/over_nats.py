@@ -1,12 +1,16 @@
 """The client over NATS: a requester of its own, which plays the requester's table for the tenant that its key says it is.
 
-A stream goes on whatever ingress or worker dies. An ingress is asked where a request goes before it is published, and for
-what only it may do: jobs, and ending what is queued.
+A stream goes on whatever ingress or worker dies. An ingress is asked where a request goes before it is published, whether what
+waits for a worker waits for a version that takes nothing any more, and for what only it may do: jobs, and ending what is
+queued.
 """
 
+import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,17 @@ from ingress.several import submitted
 from shared import services, subjects, wire
 from shared.bus import Bus
 from shared.dispatch import Dispatcher
-from shared.errors import HeadraceError, Internal, StreamNotFound, Unsupported
+from shared.errors import (
+    HeadraceError,
+    Internal,
+    ModelNotFound,
+    NoReplicaForPin,
+    StreamNotFound,
+    Unsupported,
+    VersionFailed,
+    VersionNotFound,
+    VersionRetired,
+)
 from shared.records import Version
 from shared.services import Asked, Routed
 from shared.settings import Settings
@@ -33,14 +47,26 @@ from shared.stream import Delta, Stream
 
 _infer_decoder, _embeddings_decoder = msgspec.json.Decoder(InferBody), msgspec.json.Decoder(EmbeddingsBody)
 
+LOOK_S = 1.0  # between two looks whether versions still take requests
+TRIES_MAX = 5  # of one request, each at the version that takes them then
+OUT_OF_SERVICE = (ModelNotFound, NoReplicaForPin, VersionFailed, VersionNotFound, VersionRetired)
+
 
 class NatsSource:
     """One request of ours, or one that is gone on with."""
 
-    def __init__(self, bus: Bus, stream: Stream, seen: Position | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        stream: Stream,
+        seen: Position | None = None,
+        anew: Callable[[], Awaitable[Stream]] | None = None,
+    ) -> None:
+        """`anew`: asks for it once more, where its version may be another one."""
         self.id = stream.rid
         self.ended: Ended | None = None
-        self._bus, self._stream = bus, stream
+        self._bus, self._stream, self._anew = bus, stream, anew
+        self._tries = 1
         self._index = 0  # of the next token
         self._hash = hashlib.blake2b(digest_size=8)
         self._told = seen.choices[0].next if seen is not None else 0  # tokens that the reader has
@@ -57,6 +83,9 @@ class NatsSource:
                 deltas = await self._stream.next()
             except StopAsyncIteration:
                 break
+            except OUT_OF_SERVICE as error:
+                await self._go_elsewhere(error)
+                continue
             for delta in deltas:
                 finish = delta.finish or finish
                 for token in delta.ids:  # one at most
@@ -66,6 +95,20 @@ class NatsSource:
                         self._told, self._digest = self._index, self._hash.hexdigest()
                         yield _token(delta, self._index - 1)
         self.ended = self._end(finish)
+
+    async def _go_elsewhere(self, error: HeadraceError) -> None:
+        """Be another request, at the version that takes them now; or raise `error`. What is queued is not to run later."""
+        left, sequence = self.position, self._stream.sequence
+        try:
+            if self._anew is None or self._told or self._tries == TRIES_MAX:
+                raise error
+            self._tries += 1
+            self._stream = await self._anew()
+            self.id = self._stream.rid
+        finally:
+            if sequence:
+                with contextlib.suppress(HeadraceError):
+                    await _cancel(self._bus, left)
 
     def _end(self, finish: str) -> Ended:
         stream = self._stream
@@ -111,11 +154,14 @@ class OverNats:
             self._dispatcher = Dispatcher(bus, self._settings, self.tenant)
             self._admission = Admission(self._settings, self._dispatcher)
             await self._dispatcher.start()
+            self._watching = asyncio.create_task(self._watch_versions(), name="versions")
         except BaseException:
             await bus.close()
             raise
 
     async def close(self) -> None:
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
         for stream in list(self._dispatcher.streams()):
             if not stream.left:
                 stream.cancel()
@@ -131,10 +177,24 @@ class OverNats:
     async def begin(self, model: str, body: dict[str, Any], version: str | None, session: str | None) -> NatsSource:
         [request] = await self._admit(_infer_decoder, model, body, version, session)
         stream = await self._dispatcher.submit(request, self.tenant, resumable=True)
-        return NatsSource(self._connected, stream)
+
+        async def anew() -> Stream:
+            [request] = await self._admit(_infer_decoder, model, body, version, session)
+            return await self._dispatcher.submit(request, self.tenant, resumable=True)
+
+        return NatsSource(self._connected, stream, anew=anew if request.movable else None)
 
     async def embed(self, body: dict[str, Any], version: str | None, session: str | None) -> Embeddings:
-        requests = await self._admit(_embeddings_decoder, body["model"], body, version, session)
+        for tries in itertools.count(1):
+            requests = await self._admit(_embeddings_decoder, body["model"], body, version, session)
+            try:
+                return await self._embed(requests)
+            except OUT_OF_SERVICE:
+                if tries == TRIES_MAX or not requests[0].movable:
+                    raise
+        raise AssertionError("it was told or refused")
+
+    async def _embed(self, requests: list[wire.Request]) -> Embeddings:
         vectors: list[list[float]] = [[] for _ in range(sum(request.sampling.n for request in requests))]
         async with submitted(self._dispatcher, requests, self.tenant) as several:
             with contextlib.suppress(StopAsyncIteration):
@@ -144,6 +204,38 @@ class OverNats:
             if (usage := several.usage) is None:
                 raise Internal(f"request {several.rid} is complete, but how is not known")
             return Embeddings(vectors=vectors, version=several.version, prompt_tokens=usage.prompt_tokens)
+
+    async def _watch_versions(self) -> None:
+        """End what waits for a version that takes nothing any more: a tenant may not watch the routes."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for model, version in {(stream.model, stream.version) for stream in self._waiting()}:
+                if (error := await self._refusal(model, version)) is None:
+                    continue
+                for stream in self._waiting():
+                    if (stream.model, stream.version) == (model, version):
+                        self._dispatcher.act(stream, stream.requester.unavailable(error, time.monotonic()))
+
+    def _waiting(self) -> list[Stream]:
+        """What no worker has, and had: that it may still finish."""
+        now = time.monotonic()
+        found = ((stream, stream.requester) for stream in self._dispatcher.streams())
+        return [
+            stream
+            for stream, requester in found
+            if requester.unserved_s(now)
+            >= (LOOK_S if requester.accepted_at is None else requester.limits.unserved_max_s)
+        ]
+
+    async def _refusal(self, model: str, version: str) -> HeadraceError | None:
+        """Why a version takes no requests any more; None: it does, as far as is known."""
+        try:
+            await services.call(self._connected, subjects.SERVICE_ROUTE, Asked(model=model, pin=version))
+        except OUT_OF_SERVICE as error:
+            return error
+        except HeadraceError:
+            return None
+        return None
 
     async def _admit(
         self, decoder: msgspec.json.Decoder[Any], model: str, body: dict[str, Any], pin: str | None, session: str | None
