@@ -1,8 +1,10 @@
 """The engine of vectors over a model that the test controls: ends, faults, cancels, refusals."""
 
 import asyncio
+import itertools
 import math
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -146,18 +148,24 @@ def test_numbers_that_are_none_are_an_error_and_not_a_vector() -> None:
 
 
 def test_a_cancelled_request_says_nothing_more_and_leaves_nothing() -> None:
+    rounds, cancelled = itertools.count(), threading.Event()
+
+    def before(inputs: list[list[int]]) -> None:
+        assert next(rounds) == 0 or cancelled.wait(10)
+
     async def work(engine: EncoderEngine, events: list[TokenEvent]) -> None:
         engine.submit(asked("gone", [[1] * 32] * 100))
         await until(lambda: events)
         engine.cancel("gone")
         engine.cancel("never there")
         engine.submit(asked("next", [[2]]))
+        cancelled.set()
         await until(lambda: any(event.key == "next" for event in events))
         seen = len(events)
         await idle(engine)
         assert len(events) == seen
 
-    events = run(Sums(), work)
+    events = run(Sums(before), work)
     assert sum(event.key == "gone" for event in events) < 100
 
 
