@@ -207,8 +207,14 @@ class Bus(KeyValue):
         with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
             if self._client.is_connected:
                 await self._client.flush(timeout=2)
-        with contextlib.suppress(OSError):  # the connection is lost at this moment
+        try:
             await self._client.close()
+        except OSError:
+            pass  # the connection is lost at this moment
+        except asyncio.CancelledError:  # perhaps only what the client itself waited for was cancelled
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
 
     @property
     def connected(self) -> bool:
