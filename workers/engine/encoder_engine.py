@@ -1,35 +1,22 @@
 """The engine of models that make vectors: the `Engine` protocol over anything that turns token ids into vectors.
 
-One thread, as that of the engine that generates: requests are taken in between two batches, and each batch's vectors are handed
-to the event loop in one call. A vector is computed from nothing but its input: what is lost with a worker is computed again.
+A step is a batch of inputs. A vector is computed from nothing but its input: what is lost with a worker is computed again.
 """
 
-import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from shared import encoders
 from shared.encoders import Encoder
-from shared.errors import BadRequest, ContextLength, EngineFailed, WrongTask
+from shared.errors import BadRequest, ContextLength, WrongTask
 from shared.wire import Embedding, Input, Sampling, Usage
 from workers.engine.checks import check_ids
-from workers.engine.engine import LOST, DeviceLost
+from workers.engine.engine_thread import EngineLost, EngineThread, failure
+from workers.engine.fairness import TenantLedger
 from workers.engine.observer import STEP_MS_WEIGHT, TEND_EVERY_S
 from workers.engine.out_of_memory import give_back, is_lost
-from workers.engine.request import (
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    Item,
-    Outside,
-    Standing,
-    TenantLimits,
-    TokenEvent,
-)
+from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
 from workers.engine.rounds import EncoderInput, EncoderRun, RoundLimits, Rounds
 
 BLOCKED_ROUNDS = 2  # so much work is taken at a time: more would only wait, and another worker may be free
@@ -49,42 +36,19 @@ class VectorModel(Protocol):
         """A vector of each, float32 and little-endian, cut to so many numbers (0: not); b"": it has numbers that are none."""
 
 
-class EncoderEngine:
+class EncoderEngine(EngineThread[EncoderRun]):
     """Construct it, then `start` it once."""
 
+    NAME = "encoder"
+
     def __init__(self, model: VectorModel, encoder: Encoder, info: EngineInfo, limits: RoundLimits) -> None:
-        self.info = info
+        super().__init__(info)
         self._model, self._encoder, self._limits = model, encoder, limits
         self._rounds = self._new_rounds()
-        self._inbox: SimpleQueue[Item] = SimpleQueue()
-        self._outside = {detached: Outside({}, detached) for detached in (False, True)}
-        self._runs: dict[str, EncoderRun] = {}
-        self._submitted = 0
-        self._begun = 0
-        self._steps = 0
-        self._prompt_tokens = 0
         self._step_ms = 0.0
-        self._step_started = 0.0
         self._tend_at = 0.0
-        self._stopping = False
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop
-        self._on_events: Callable[[list[TokenEvent]], None]
 
     # -- called on the event loop (what prepares: on any thread) -------------------------------------------------------
-
-    def start(self, loop: asyncio.AbstractEventLoop, on_events: Callable[[list[TokenEvent]], None]) -> None:
-        assert self._thread is None, "an engine starts once"
-        self._loop = loop
-        self._on_events = on_events
-        self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping = True
-        self._inbox.put(None)
-        if self._thread is not None:
-            self._thread.join()
 
     def prepare(self, prompt: Input, sampling: Sampling) -> list[int]:
         raise WrongTask("this model makes embeddings and generates no text", param="model")
@@ -108,19 +72,6 @@ class EncoderEngine:
                 )
             check_ids(ids, self._model.vocabulary_size, where)
         return inputs
-
-    def submit(self, request: EngineRequest) -> None:
-        self._submitted += 1
-        self._inbox.put(request)
-
-    def cancel(self, key: str) -> None:
-        self._inbox.put(key)
-
-    def standings(self, outside: dict[str, TenantLimits], detached: bool = False) -> dict[str, Standing]:
-        if outside != self._outside[detached].tenants:
-            self._outside[detached] = Outside(outside, detached)
-            self._inbox.put(self._outside[detached])
-        return {tenant: self._rounds.ledger.standing(tenant, detached) for tenant in outside}
 
     @property
     def blocked(self) -> bool:
@@ -146,55 +97,29 @@ class EncoderEngine:
 
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._stopping:
-            events: list[TokenEvent] = []
-            try:
-                self._intake()
-                if batch := self._rounds.next():
-                    self._step(batch, events)
-            except DeviceLost:
-                log.critical("the device is lost, with %d runs", len(self._runs), exc_info=True)
-                self._step_started = LOST
-                return
-            except Exception as error:  # a broken invariant of ours: nothing in this engine's state can be trusted
-                log.critical("the engine starts over, %d runs fail", len(self._runs), exc_info=True)
-                events += [_failure(key, error) for key in self._runs]
-                self._runs, self._rounds = {}, self._new_rounds()
-            self._step_started = 0.0
-            if events:
-                self._publish(events)
+    @property
+    def _tenants(self) -> TenantLedger[EncoderInput]:
+        return self._rounds.ledger
 
-    def _intake(self) -> None:
-        """Take in what was submitted and cancelled; wait for it if there is nothing else to do."""
-        if self._rounds.idle:
-            self._rounds.check()
-            self._rounds.ledger.publish()
-            self._take(self._inbox.get())
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except Empty:
-                return
-            self._take(item)
+    @property
+    def _idle(self) -> bool:
+        return self._rounds.idle
 
-    def _take(self, item: Item) -> None:
-        if isinstance(item, EngineRequest):
-            self._begin(item)
-            self._begun += 1
-        elif isinstance(item, Outside):
-            self._rounds.ledger.expect(item.tenants, item.detached)
-        elif item is not None and item in self._runs:
-            self._end(self._runs[item])
+    def _rest(self) -> None:
+        self._rounds.check()
+        super()._rest()
 
-    def _begin(self, request: EngineRequest) -> None:
-        if request.key in self._runs:
-            log.error("a second run with the key %s is ignored", request.key)
-            return
-        run = self._runs[request.key] = EncoderRun(request)
+    def _run_of(self, request: EngineRequest) -> EncoderRun:
+        run = EncoderRun(request)
         assert run.left > 0, "a run without inputs"
-        self._prompt_tokens += run.tokens
+        return run
+
+    def _enter(self, run: EncoderRun, request: EngineRequest, events: list[TokenEvent]) -> None:
         self._rounds.add(run)
+
+    def _advance(self, events: list[TokenEvent]) -> None:
+        if batch := self._rounds.next():
+            self._step(batch, events)
 
     def _step(self, batch: list[EncoderInput], events: list[TokenEvent]) -> None:
         begin = self._step_started = time.monotonic()
@@ -203,7 +128,7 @@ class EncoderEngine:
             vectors = self._model.embed([each.ids for each in batch], [each.run.dimensions for each in batch])
         except Exception as error:  # whatever a model or a kernel raises
             if is_lost(error):
-                raise DeviceLost(str(error)) from error
+                raise EngineLost(str(error)) from error
             failed = error.with_traceback(None)
         self._steps += 1
         if failed is not None:
@@ -235,10 +160,9 @@ class EncoderEngine:
 
     def _fail(self, run: EncoderRun, error: Exception, events: list[TokenEvent]) -> None:
         self._end(run)
-        events.append(_failure(run.key, error))
+        events.append(failure(run.key, error))
 
     def _end(self, run: EncoderRun) -> None:
-        """Forget a run before its end."""
         del self._runs[run.key]
         for each in run.inputs:
             self._rounds.done(each)
@@ -251,19 +175,8 @@ class EncoderEngine:
             self._rounds.ledger.publish()
             self._rounds.ledger.judge()
 
+    def _start_over(self) -> None:
+        self._rounds = self._new_rounds()
+
     def _new_rounds(self) -> Rounds:
         return Rounds(self._limits, self._limits.round)
-
-    def _publish(self, events: list[TokenEvent]) -> None:
-        if self._stopping:
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._on_events, events)
-        except RuntimeError:  # the loop was closed: nobody is left to serve
-            log.warning("the event loop is closed; the engine stops")
-            self._stopping = True
-
-
-def _failure(key: str, error: Exception) -> TokenEvent:
-    message = f"the engine failed on this request: {type(error).__name__}: {error}"
-    return TokenEvent(key=key, choice=0, error=(EngineFailed.code, message))

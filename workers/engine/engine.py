@@ -1,41 +1,28 @@
-"""Continuous batching: one thread that takes requests in, steps the model, and hands out tokens.
-
-intake -> plan -> forward -> sample -> commit -> publish. Submits and cancels are taken in at step edges only, so nothing
-changes under a step; after each step the event loop is called once, with all that the step added.
-"""
+"""Continuous batching: an engine thread whose step is plan -> forward -> sample -> commit."""
 
 import asyncio
 import logging
-import math
-import threading
 import time
 from collections.abc import Callable
 from itertools import compress, islice
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from shared.errors import ContextLength, EngineFailed, HeadraceError
+from shared.errors import ContextLength
 from shared.records import EngineSettings
 from shared.wire import Input, Logprob, Sampling
 from workers.engine.blocks import BlockPool
 from workers.engine.checks import Generates, check_ids, check_length, check_sampling
 from workers.engine.drafts import Drafter
+from workers.engine.engine_thread import EngineLost, EngineThread, failure
+from workers.engine.fairness import TenantLedger
 from workers.engine.observer import StepObserver
 from workers.engine.out_of_memory import give_back, is_lost, is_out_of_memory
 from workers.engine.pacer import Cost, Pacer
 from workers.engine.probe import measure
-from workers.engine.request import (
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    Item,
-    Outside,
-    Standing,
-    TenantLimits,
-    TokenEvent,
-)
+from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
 from workers.engine.runs import Choice, Run
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, StepPlan
@@ -45,13 +32,7 @@ FAILURES_MAX = 3  # steps that may raise with a sequence in them before it is gi
 TPOT_MS_TARGET_GPU = 30.0
 UNREAD_STEPS_MAX = 2  # handed to the event loop and not yet taken: over it the engine waits, whatever its speed
 
-LOST = -math.inf  # as the begin of the step now running: longer ago than any limit, so that the worker ends
-
 log = logging.getLogger(__name__)
-
-
-class DeviceLost(Exception):
-    """No later step can succeed in this process."""
 
 
 class Drawn(msgspec.Struct, gc=False):
@@ -76,8 +57,10 @@ class Runner(Protocol):
         """Choose a token for each slice that samples."""
 
 
-class BatchEngine(Generates):
+class BatchEngine(Generates, EngineThread[Run]):
     """The `Engine` protocol over any runner and text side. Construct it, then `start` it once."""
+
+    NAME = "engine"
 
     def __init__(
         self,
@@ -89,7 +72,7 @@ class BatchEngine(Generates):
         cost: Cost | None = None,
     ) -> None:
         """`cost`: of a step, where it is known; else it is measured at the start, if there is a target for it."""
-        self.info = info
+        super().__init__(info)
         self._runner = runner
         self._text = text
         self._settings = settings
@@ -98,42 +81,28 @@ class BatchEngine(Generates):
         if target is None and info.device.startswith("cuda"):
             target = TPOT_MS_TARGET_GPU
         self._pacer = Pacer(target, cost)
-        self._inbox: SimpleQueue[Item] = SimpleQueue()
-        self._outside = {detached: Outside({}, detached) for detached in (False, True)}
-        self._runs: dict[str, Run] = {}
         self._scheduler = self._new_scheduler()
         self._drafter = Drafter() if settings.speculation == "ngram" and runner.verifies_drafts else None
-        self._submitted = 0
-        self._begun = 0
-        self._steps = 0
-        self._prompt_tokens = 0
         self._generated_tokens = 0
         self._preemptions = 0
-        self._step_started = 0.0
         self._observer = StepObserver(settings.ttft_ms_target)
-        self._stopping = False
         self._unread: SimpleQueue[None] = SimpleQueue()  # a semaphore, at a tenth of threading's price
         for _ in range(UNREAD_STEPS_MAX):
             self._unread.put(None)
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop
-        self._on_events: Callable[[list[TokenEvent]], None]
 
     # -- called on the event loop (prepare: on any thread) -----------------------------------------------------------
 
     def start(self, loop: asyncio.AbstractEventLoop, on_events: Callable[[list[TokenEvent]], None]) -> None:
-        assert self._thread is None, "an engine starts once"
-        self._loop = loop
-        self._on_events = on_events
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        def deliver(events: list[TokenEvent]) -> None:
+            self._unread.put(None)
+            on_events(events)
+
+        super().start(loop, deliver)
 
     def stop(self) -> None:
         self._stopping = True
-        self._inbox.put(None)
         self._unread.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        super().stop()
 
     def prepare(self, prompt: Input, sampling: Sampling) -> list[int]:
         check_sampling(sampling, self._text.vocabulary_size)
@@ -143,19 +112,6 @@ class BatchEngine(Generates):
         if sampling.grammar is not None:
             self._text.matcher(sampling.grammar)  # compiled here, and known to the run that follows
         return ids
-
-    def submit(self, request: EngineRequest) -> None:
-        self._submitted += 1
-        self._inbox.put(request)
-
-    def cancel(self, key: str) -> None:
-        self._inbox.put(key)
-
-    def standings(self, outside: dict[str, TenantLimits], detached: bool = False) -> dict[str, Standing]:
-        if outside != self._outside[detached].tenants:
-            self._outside[detached] = Outside(outside, detached)
-            self._inbox.put(self._outside[detached])
-        return {tenant: self._scheduler.ledger.standing(tenant, detached) for tenant in outside}
 
     @property
     def blocked(self) -> bool:
@@ -187,32 +143,17 @@ class BatchEngine(Generates):
 
     # -- the engine thread -------------------------------------------------------------------------------------------
 
+    @property
+    def _tenants(self) -> TenantLedger[Sequence]:
+        return self._scheduler.ledger
+
+    @property
+    def _idle(self) -> bool:
+        return self._scheduler.idle
+
     def _run(self) -> None:
         self._measure()
-        while not self._stopping:
-            try:
-                events = self._turn()
-            except DeviceLost:
-                log.critical("the device is lost, with %d runs", len(self._runs), exc_info=True)
-                self._step_started = LOST
-                return
-            if events:
-                self._publish(events)
-
-    def _turn(self) -> list[TokenEvent]:
-        """One turn of the loop: intake, and a step if there is anything to compute. Raises DeviceLost."""
-        events: list[TokenEvent] = []
-        try:
-            self._intake(events)
-            if not self._scheduler.idle:
-                self._step(events)
-        except DeviceLost:
-            raise
-        except Exception as error:  # a broken invariant of ours: nothing in this engine's state can be trusted
-            log.critical("the engine starts over, %d runs fail", len(self._runs), exc_info=True)
-            events += self._start_over(error)  # what was said before stays said: a refusal, a finish
-        self._step_started = 0.0
-        return events
+        super()._run()
 
     def _measure(self) -> None:
         if self._pacer.target is None or self._pacer.cost is not None:
@@ -225,44 +166,15 @@ class BatchEngine(Generates):
         self._step_started = 0.0
         log.info("a step costs %s ms", self._pacer.cost)
 
-    def _intake(self, events: list[TokenEvent]) -> None:
-        """Take in what was submitted and cancelled; wait for it if there is nothing else to do."""
-        if self._scheduler.idle:
-            self._scheduler.pool.check()
-            assert self._scheduler.pool.used == 0, f"idle, and {self._scheduler.pool.used} blocks are held"
-            self._observer.idle(self._scheduler)
-            self._take(self._inbox.get(), events)
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except Empty:
-                return
-            self._take(item, events)
+    def _rest(self) -> None:
+        self._scheduler.pool.check()
+        assert self._scheduler.pool.used == 0, f"idle, and {self._scheduler.pool.used} blocks are held"
+        self._observer.idle(self._scheduler)
 
-    def _take(self, item: Item, events: list[TokenEvent]) -> None:
-        if isinstance(item, EngineRequest):
-            self._begin(item, events)
-            self._begun += 1
-        elif isinstance(item, Outside):
-            self._scheduler.ledger.expect(item.tenants, item.detached)
-        elif item is not None and item in self._runs:
-            self._end(self._runs[item])
+    def _run_of(self, request: EngineRequest) -> Run:
+        return Run(request, self._length_max(request), self._text)
 
-    def _begin(self, request: EngineRequest, events: list[TokenEvent]) -> None:
-        if request.key in self._runs:
-            log.error("a second run with the key %s is ignored", request.key)
-            return
-        try:
-            length_max = self._length_max(request)
-            run = Run(request, length_max, self._text)
-        except Exception as error:
-            code = error.code if isinstance(error, HeadraceError) else EngineFailed.code
-            defect = code == EngineFailed.code  # else what was asked for is wrong
-            log.warning("run %s cannot begin: %s", request.key, error, exc_info=defect)
-            events.append(TokenEvent(key=request.key, choice=0, error=(code, str(error))))
-            return
-        self._runs[request.key] = run
-        self._prompt_tokens += len(request.prompt_ids)
+    def _enter(self, run: Run, request: EngineRequest, events: list[TokenEvent]) -> None:
         for choice in run.choices:
             events += run.opening(choice)
             if choice.text.finish is None or choice.score_from is not None:
@@ -289,6 +201,10 @@ class BatchEngine(Generates):
             wanted = self._max_tokens_default or length_max
         return min(prompt_tokens + max(wanted, 1), length_max)
 
+    def _advance(self, events: list[TokenEvent]) -> None:
+        if not self._scheduler.idle:
+            self._step(events)
+
     def _step(self, events: list[TokenEvent]) -> None:
         begin = time.monotonic()
         if self._drafter is not None:
@@ -302,7 +218,7 @@ class BatchEngine(Generates):
             drawn = self._runner.sample(plan, self._runner.forward(plan))
         except Exception as error:  # whatever a model or a kernel raises
             if is_lost(error):
-                raise DeviceLost(str(error)) from error
+                raise EngineLost(str(error)) from error
             shrunk = is_out_of_memory(error) and self._scheduler.shrink(plan)
             if not shrunk:
                 self._step_raised(plan, error, events)
@@ -414,22 +330,16 @@ class BatchEngine(Generates):
         for choice in run.choices:  # what they computed may be the cause, and must not spread
             self._scheduler.pool.forget(choice.blocks)
         self._end(run)
-        message = f"the engine failed on this request: {type(error).__name__}: {error}"
-        events.append(TokenEvent(key=run.key, choice=0, error=(EngineFailed.code, message)))
+        events.append(failure(run.key, error))
 
     def _end(self, run: Run) -> None:
-        """Forget a run before its end: its slots and blocks are free from here on."""
         del self._runs[run.key]
         for choice in run.choices:
             if not choice.ended:
                 self._scheduler.remove(choice)
 
-    def _start_over(self, error: Exception) -> list[TokenEvent]:
-        message = f"the engine failed: {type(error).__name__}: {error}"
-        events = [TokenEvent(key=key, choice=0, error=(EngineFailed.code, message)) for key in self._runs]
-        self._runs = {}
+    def _start_over(self) -> None:
         self._scheduler = self._new_scheduler()
-        return events
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -444,14 +354,4 @@ class BatchEngine(Generates):
 
     def _publish(self, events: list[TokenEvent]) -> None:
         self._unread.get()
-        if self._stopping:
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._deliver, events)
-        except RuntimeError:  # the loop was closed: nobody is left to serve
-            log.warning("the event loop is closed; the engine stops")
-            self._stopping = True
-
-    def _deliver(self, events: list[TokenEvent]) -> None:
-        self._unread.put(None)
-        self._on_events(events)
+        super()._publish(events)

@@ -5,37 +5,22 @@ stays empty. Text, stop strings and events are ours too. The sampler is vLLM's: 
 draws on freely from there.
 """
 
-import asyncio
-import logging
-import threading
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from shared.errors import EngineFailed, HeadraceError
+from shared.errors import EngineFailed
 from shared.wire import Input, Sampling
 from workers.engine.blocks import blocks_for
 from workers.engine.checks import Generates, check_ids, check_length, check_sampling
-from workers.engine.engine import LOST
+from workers.engine.engine_thread import EngineLost, EngineThread
 from workers.engine.fairness import TenantLedger
-from workers.engine.request import (
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    Item,
-    Outside,
-    Standing,
-    TenantLimits,
-    TokenEvent,
-)
+from workers.engine.request import EngineInfo, EngineRequest, EngineStats, TokenEvent
 from workers.engine.runs import Choice, Run
 from workers.engine.text import TextSide
 from workers.engine.vllm_params import logprob, parameters, refuse_what_differs
 
 FINISHES = {"stop": "stop", "length": "length"}
-
-log = logging.getLogger(__name__)
 
 
 class Llm(Protocol):
@@ -48,12 +33,14 @@ class Llm(Protocol):
     def step(self) -> list[Any]: ...
 
 
-class VllmEngine(Generates):
-    """One thread that takes requests in, steps vLLM, and hands out tokens. `start` it once.
+class VllmEngine(Generates, EngineThread[Run]):
+    """Construct it, then `start` it once.
 
     vLLM does not survive an error of its own in a step. The engine is lost then: it stands still, and its stats show a step
     that takes forever, so that the worker hands back what it holds and ends.
     """
+
+    NAME = "vllm"
 
     def __init__(
         self,
@@ -63,41 +50,16 @@ class VllmEngine(Generates):
         info: EngineInfo,
     ) -> None:
         """`make_params` is vLLM's SamplingParams, told to hand out what is new."""
-        self.info = info
+        super().__init__(info)
         self._llm = llm
         self._make_params = make_params
         self._text = text
         self._ledger: TenantLedger[Choice] = TenantLedger(info.slots)
-        self._inbox: SimpleQueue[Item] = SimpleQueue()
-        self._outside = {detached: Outside({}, detached) for detached in (False, True)}
-        self._runs: dict[str, Run] = {}
         self._running: dict[str, Choice] = {}  # by the id that vLLM knows
-        self._submitted = 0
-        self._begun = 0
-        self._steps = 0
-        self._prompt_tokens = 0
         self._generated_tokens = 0
         self._preemptions = 0
-        self._step_started = 0.0
-        self._stopping = False
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop
-        self._on_events: Callable[[list[TokenEvent]], None]
 
     # -- called on the event loop (prepare: on any thread) -----------------------------------------------------------
-
-    def start(self, loop: asyncio.AbstractEventLoop, on_events: Callable[[list[TokenEvent]], None]) -> None:
-        assert self._thread is None, "an engine starts once"
-        self._loop = loop
-        self._on_events = on_events
-        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping = True
-        self._inbox.put(None)
-        if self._thread is not None:
-            self._thread.join()
 
     def prepare(self, prompt: Input, sampling: Sampling) -> list[int]:
         check_sampling(sampling, self._text.vocabulary_size)
@@ -106,19 +68,6 @@ class VllmEngine(Generates):
         check_ids(ids, self._text.vocabulary_size, "prompt")
         check_length(len(ids), sampling.max_tokens, self.info.max_model_len)
         return ids
-
-    def submit(self, request: EngineRequest) -> None:
-        self._submitted += 1
-        self._inbox.put(request)
-
-    def cancel(self, key: str) -> None:
-        self._inbox.put(key)
-
-    def standings(self, outside: dict[str, TenantLimits], detached: bool = False) -> dict[str, Standing]:
-        if outside != self._outside[detached].tenants:
-            self._outside[detached] = Outside(outside, detached)
-            self._inbox.put(self._outside[detached])
-        return {tenant: self._ledger.standing(tenant, detached) for tenant in outside}
 
     @property
     def blocked(self) -> bool:
@@ -141,68 +90,38 @@ class VllmEngine(Generates):
 
     # -- the engine thread -------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._stopping:
-            events: list[TokenEvent] = []
-            self._intake(events)
-            try:
-                self._admit()
-                if self._running:
-                    self._step(events)
-            except Exception:  # whatever vLLM raises: its state is broken then
-                log.critical("vLLM failed with %d runs", len(self._runs), exc_info=True)
-                self._step_started = LOST
-                return
-            self._step_started = 0.0
-            if events:
-                self._publish(events)
+    @property
+    def _tenants(self) -> TenantLedger[Choice]:
+        return self._ledger
 
-    def _intake(self, events: list[TokenEvent]) -> None:
-        """Take in what was submitted and cancelled; wait for it if there is nothing else to do."""
-        if not (self._running or self._ledger.waiting or self._ledger.detached):
-            self._ledger.publish()
-            self._take(self._inbox.get(), events)
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except Empty:
-                return
-            self._take(item, events)
+    @property
+    def _idle(self) -> bool:
+        return not (self._running or self._ledger.waiting or self._ledger.detached)
 
-    def _take(self, item: Item, events: list[TokenEvent]) -> None:
-        if isinstance(item, EngineRequest):
-            self._begin(item, events)
-            self._begun += 1
-        elif isinstance(item, Outside):
-            self._ledger.expect(item.tenants, item.detached)
-        elif item is not None and item in self._runs:
-            self._end(self._runs[item])
+    def _run_of(self, request: EngineRequest) -> Run:
+        for ids in (request.prompt_ids, *request.prefix):
+            check_ids(ids, self._text.vocabulary_size, "prompt")
+        refuse_what_differs(request.sampling)
+        check_length(len(request.prompt_ids), request.sampling.max_tokens, self.info.max_model_len)
+        wanted = request.sampling.max_tokens
+        length = len(request.prompt_ids) + (self.info.max_model_len if wanted is None else wanted)
+        return Run(request, min(length, self.info.max_model_len), self._text)
 
-    def _begin(self, request: EngineRequest, events: list[TokenEvent]) -> None:
-        if request.key in self._runs:
-            log.error("a second run with the key %s is ignored", request.key)
-            return
-        try:
-            for ids in (request.prompt_ids, *request.prefix):
-                check_ids(ids, self._text.vocabulary_size, "prompt")
-            refuse_what_differs(request.sampling)
-            check_length(len(request.prompt_ids), request.sampling.max_tokens, self.info.max_model_len)
-            wanted = request.sampling.max_tokens
-            length = len(request.prompt_ids) + (self.info.max_model_len if wanted is None else wanted)
-            run = Run(request, min(length, self.info.max_model_len), self._text)
-        except Exception as error:
-            log.warning("run %s cannot begin: %s", request.key, error, exc_info=True)
-            code = error.code if isinstance(error, HeadraceError) else EngineFailed.code
-            events.append(TokenEvent(key=request.key, choice=0, error=(code, str(error))))
-            return
-        self._runs[request.key] = run
-        self._prompt_tokens += len(request.prompt_ids)
+    def _enter(self, run: Run, request: EngineRequest, events: list[TokenEvent]) -> None:
         for choice in run.choices:
             events += run.opening(choice)
             if choice.text.finish is None:
                 self._ledger.add(choice, request.tenant, request.limits)
             else:
                 self._hand_out(choice, [], [], None, events)
+
+    def _advance(self, events: list[TokenEvent]) -> None:
+        self._admit()
+        if self._running:
+            self._step(events)
+
+    def _start_over(self) -> None:
+        raise EngineLost("vLLM cannot start over in the same process")
 
     def _admit(self) -> None:
         """Give vLLM the next choices in our order, as many as have a slot and the memory for their tokens."""
@@ -296,7 +215,6 @@ class VllmEngine(Generates):
             del self._runs[choice.run.key]
 
     def _end(self, run: Run) -> None:
-        """Forget a run before its end."""
         del self._runs[run.key]
         for choice in run.choices:
             if choice in choice.account.queue(choice.detached):
@@ -318,13 +236,6 @@ class VllmEngine(Generates):
     def _blocks_used(self) -> int:
         """What the running sequences need; vLLM may share some of it."""
         return sum(blocks_for(len(choice.tokens)) for choice in list(self._running.values()))
-
-    def _publish(self, events: list[TokenEvent]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._on_events, events)
-        except RuntimeError:  # the loop was closed: nobody is left to serve
-            log.warning("the event loop is closed; the engine stops")
-            self._stopping = True
 
 
 def _name(choice: Choice) -> str:

@@ -16,7 +16,7 @@ from shared.errors import BadRequest, ContextLength, EngineFailed, Unsupported, 
 from shared.records import EngineSettings
 from shared.wire import Embedding, Input, Sampling, Usage
 from workers.engine.encoder_engine import EncoderEngine
-from workers.engine.engine import LOST
+from workers.engine.engine_thread import LOST
 from workers.engine.load import LoadRefused, load_engine
 from workers.engine.request import EngineInfo, EngineRequest, TokenEvent
 from workers.engine.rounds import RoundLimits
@@ -183,9 +183,9 @@ def test_a_device_that_is_lost_is_told_by_a_step_that_takes_forever() -> None:
 def test_more_work_than_two_rounds_blocks_so_that_another_worker_may_have_the_rest() -> None:
     engine = EncoderEngine(Sums(), ENCODER, INFO, LIMITS)
     assert not engine.blocked
-    engine._begin(asked("a", [[1] * 32] * 8))
+    engine._begin(asked("a", [[1] * 32] * 8), [])
     assert not engine.blocked
-    engine._begin(asked("b", [[1]]))
+    engine._begin(asked("b", [[1]]), [])
     assert engine.blocked
 
 

@@ -200,6 +200,24 @@ def test_a_step_that_raises_looks_like_one_that_never_ends() -> None:
     asyncio.run(main())
 
 
+def test_an_abort_that_raises_looks_like_a_step_that_never_ends() -> None:
+    class Unable(StandIn):
+        def abort_request(self, request_ids: list[str]) -> None:
+            raise RuntimeError("the device is gone")
+
+    async def main() -> None:
+        llm = Unable(gated=True)
+        driver = Driver(engine_over(llm))
+        driver.submit(request("a", [5], max_tokens=200))
+        await driver.until(lambda: driver.engine.stats().running == 1)
+        driver.engine.cancel("a")
+        llm.gate.set()
+        await driver.until(lambda: driver.engine.stats().step_started == -math.inf)
+        driver.engine.stop()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("sampling", "param"),
     [
