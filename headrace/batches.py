@@ -4,7 +4,6 @@ import json
 import signal
 import sys
 import time
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +48,7 @@ def run(
             "endpoint": endpoint or _endpoint_of(file),
             "completion_window": window,
         }
-        batch = http.patiently(lambda: http.answer(client.post(BATCHES, json=asked)), 0.0)  # twice would be two batches
+        batch = http.call(client, "POST", BATCHES, json=asked)  # twice would be two batches
         try:
             batch = _watch(client, batch)
         except KeyboardInterrupt:
@@ -131,8 +130,7 @@ def output(
             _fetch(client, file_id, out)
             return
         with client.stream("GET", f"{FILES}/{file_id}/content") as response:
-            if response.status_code != HTTPStatus.OK:
-                response.read()
+            if not response.is_success:
                 raise http.error_of(response)
             for chunk in response.iter_bytes():
                 sys.stdout.buffer.write(chunk)
@@ -184,8 +182,7 @@ def _fetch(client: "httpx.Client", file_id: str, path: Path) -> None:
 
     def get() -> None:
         with open(temporary, "wb") as file, client.stream("GET", f"{FILES}/{file_id}/content") as response:
-            if response.status_code != HTTPStatus.OK:
-                response.read()
+            if not response.is_success:
                 raise http.error_of(response)
             for chunk in response.iter_bytes():
                 file.write(chunk)

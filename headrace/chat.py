@@ -9,25 +9,22 @@ from typing import Any
 
 import httpx
 
-from shared.errors import HeadraceError, Unavailable, by_code
+from headrace import http
+from headrace.globals import Globals
+from shared.errors import HeadraceError, Unavailable
 
-CONNECT_TIMEOUT_S = 5.0
 HEAD_HELD_S = 1.0  # an ingress that has no token by then begins its answer without one
 
 Messages = list[dict[str, str]]
 
 
-def chat(
-    url: str, model: str, message: str | None, system: str | None, sampling: dict[str, Any], key: str | None
-) -> None:
-    """Answer `message`, or talk until Ctrl-D. `sampling` goes into each request as it is; `key` is an API key.
+def chat(given: Globals, model: str, message: str | None, system: str | None, sampling: dict[str, Any]) -> None:
+    """Answer `message`, or talk until Ctrl-D. `sampling` goes into each request as it is.
 
-    Raises HeadraceError when a single answer cannot be had.
+    Raises StackError, and HeadraceError when a single answer cannot be had.
     """
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     before: Messages = [] if system is None else [{"role": "system", "content": system}]
-    with httpx.Client(base_url=url, timeout=timeout, headers=headers) as client:
+    with http.client(given, read_timeout_s=None) as client:
         if message is not None:
             _answer(client, model, [*before, {"role": "user", "content": message}], sampling, [])
             return
@@ -35,7 +32,7 @@ def chat(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(ImportError):  # then lines are not edited, and not called back
             import readline  # noqa: F401
-        print(f"{model} at {url}; Ctrl-C stops an answer, Ctrl-D ends")
+        print(f"{model} at {given.http_url()}; Ctrl-C stops an answer, Ctrl-D ends")
         _converse(client, model, before, sampling)
 
 
@@ -66,9 +63,8 @@ def _answer(client: httpx.Client, model: str, messages: Messages, sampling: dict
     asked, finish = time.monotonic(), None
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                response.read()
-                raise _refusal(response)
+            if not response.is_success:
+                raise http.error_of(response)
             if time.monotonic() - asked >= HEAD_HELD_S:
                 _note("waiting for the first word; a worker may have to start")
             for line in response.iter_lines():
@@ -84,7 +80,7 @@ def _answer(client: httpx.Client, model: str, messages: Messages, sampling: dict
                 if "error" in event:
                     if said:
                         print()
-                    raise _error(event)
+                    raise http.error_in(event)
                 for choice in event["choices"]:
                     finish = choice.get("finish_reason") or finish
                     if text := choice["delta"].get("content"):
@@ -99,16 +95,3 @@ def _note(text: str) -> None:
     """Tell a person who watches something that is not of the answer."""
     if sys.stderr.isatty():
         print(f"({text})", file=sys.stderr)
-
-
-def _refusal(response: httpx.Response) -> HeadraceError:
-    """What an answer of another status says; something in between may have given it."""
-    try:
-        return _error(response.json())
-    except (json.JSONDecodeError, AttributeError):
-        return Unavailable(f"{response.url} answered {response.status_code}: {response.text[:200].strip()}")
-
-
-def _error(body: dict[str, Any]) -> HeadraceError:
-    error = body["error"] if isinstance(body.get("error"), dict) else {}
-    return by_code(error.get("code", ""), error.get("message", str(body)))

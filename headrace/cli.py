@@ -120,7 +120,7 @@ def chat(
     if message is not None and not message.strip():
         raise typer.BadParameter("there is nothing in it to answer", param_hint=hint)
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
-    talk(_globals(context).http_url(), model, message, system, sampling, _globals(context).key)
+    talk(_globals(context), model, message, system, sampling)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -13,36 +12,54 @@ from shared.errors import HeadraceError, Unavailable, by_code
 if TYPE_CHECKING:
     import httpx
 
-CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 60.0
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 90.0  # longer than an ingress lets anybody wait for the end of a job
 PATIENCE_S, RETRY_S = 60.0, 0.5  # an ingress that dies is started again
 
 T = TypeVar("T")
 
 
-def client(given: Globals) -> "httpx.Client":
+def client(given: Globals, read_timeout_s: float | None = READ_TIMEOUT_S) -> "httpx.Client":
     """A client of the ingress that a command is about. Raises StackError."""
     import httpx  # few commands need it
 
     headers = {"authorization": f"Bearer {given.key}"} if given.key else {}
-    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    timeout = httpx.Timeout(read_timeout_s, connect=CONNECT_TIMEOUT_S)
     return httpx.Client(base_url=given.http_url(), headers=headers, timeout=timeout)
+
+
+def call(client: "httpx.Client", method: str, path: str, **more: Any) -> Any:
+    """The JSON that one request, made once, is answered with. Raises HeadraceError: Unavailable where nobody answers."""
+    return patiently(lambda: answer(client.request(method, path, **more)), 0.0)
 
 
 def answer(response: "httpx.Response") -> Any:
     """The JSON of an answer. Raises the error that it is."""
-    if response.status_code == HTTPStatus.OK:
+    if not response.is_success:
+        raise error_of(response)
+    try:
         return response.json()
-    response.read()
-    raise error_of(response)
+    except ValueError:
+        raise _foreign(response) from None
 
 
 def error_of(response: "httpx.Response") -> HeadraceError:
-    """What an answer that is none says."""
+    """What an answer of another status says; something in between may have given it."""
+    response.read()
     try:
-        error = response.json()["error"]
-        return by_code(error["code"], error["message"])
+        return error_in(response.json())
     except (ValueError, KeyError, TypeError):
-        return Unavailable(f"{response.url} answered with status {response.status_code}")
+        return _foreign(response)
+
+
+def error_in(body: dict[str, Any]) -> HeadraceError:
+    """What a body says that is an error of ours. Raises KeyError or TypeError for another one."""
+    error = body["error"]
+    return by_code(error["code"], error["message"], error.get("param"))
+
+
+def _foreign(response: "httpx.Response") -> HeadraceError:
+    return Unavailable(f"{response.url} answered {response.status_code}: {response.text[:200].strip()}")
 
 
 def patiently(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
@@ -53,8 +70,8 @@ def patiently(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
     while True:
         try:
             return call()
-        except httpx.TransportError as error:
-            failed: HeadraceError = Unavailable(f"the ingress cannot be reached, or broke off: {error!r}")
+        except httpx.RequestError as error:
+            failed: HeadraceError = Unavailable(f"{error.request.url} cannot be reached or broke off: {error!r}")
         except HeadraceError as error:
             if error.status < 500 or not error.retryable:
                 raise

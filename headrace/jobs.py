@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace import tuning
-from headrace.globals import Globals
-from shared.errors import HeadraceError, Unavailable, by_code
+from headrace import http, tuning
 
 if TYPE_CHECKING:
     import httpx
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Jobs: submit, list, show, wait, cancel, delete.", no_args_is_help=True)
 
 JOBS = "/v1/jobs"
-CONNECT_TIMEOUT_S = 5.0
-ANSWER_TIMEOUT_S = 90.0  # longer than an ingress lets anybody wait
 WAIT_S = 30  # of one request for the end of a job
 UNTIL_ENDED = ("queued", "running")
 
@@ -64,8 +60,8 @@ def submit(
         "deadline_seconds": deadline,
     }
     order |= {name: value for name, value in given.items() if value is not None}
-    with _client(context) as client:
-        job = call(client, "POST", JOBS, json=order, headers={"idempotency-key": key} if key else {})
+    with http.client(context.obj) as client:
+        job = http.call(client, "POST", JOBS, json=order, headers={"idempotency-key": key} if key else {})
         if wait_too:
             job = until_ended(client, job["id"], None)
     _print_ended(job, as_json) if wait_too else _print(job, as_json)
@@ -87,15 +83,15 @@ def list_(
 
     found: list[dict[str, Any]] = []
     query: dict[str, Any] = {"status": status} if status else {}
-    with _client(context) as client:
+    with http.client(context.obj) as client:
         while len(found) < limit:
-            page = call(client, "GET", JOBS, params=query | {"limit": min(100, limit - len(found))})
+            page = http.call(client, "GET", JOBS, params=query | {"limit": min(100, limit - len(found))})
             found += page["data"]
             if not page["has_more"]:
                 break
             query["after"] = page["last_id"]
     if as_json:
-        _print_json(found)
+        print(http.formatted(found))
         return
     table = Table("id", "model", "endpoint", "status", "tokens", "created", "ended", "error", box=None)
     for job in found:
@@ -115,8 +111,8 @@ def list_(
 @app.command()
 def show(context: typer.Context, job_id: JobId, as_json: Json = False) -> None:
     """One job; its answer once it has ended."""
-    with _client(context) as client:
-        _print(call(client, "GET", f"{JOBS}/{job_id}"), as_json)
+    with http.client(context.obj) as client:
+        _print(http.call(client, "GET", f"{JOBS}/{job_id}"), as_json)
 
 
 @app.command()
@@ -127,24 +123,24 @@ def wait(
     as_json: Json = False,
 ) -> None:
     """Wait for the end of a job and print its answer. Status 1 if it is none."""
-    with _client(context) as client:
+    with http.client(context.obj) as client:
         _print_ended(until_ended(client, job_id, timeout), as_json)
 
 
 @app.command()
 def cancel(context: typer.Context, job_id: JobId, as_json: Json = False) -> None:
     """End a job, wherever it is."""
-    with _client(context) as client:
-        _print(call(client, "POST", f"{JOBS}/{job_id}/cancel"), as_json)
+    with http.client(context.obj) as client:
+        _print(http.call(client, "POST", f"{JOBS}/{job_id}/cancel"), as_json)
 
 
 @app.command()
 def delete(context: typer.Context, job_id: JobId, as_json: Json = False) -> None:
     """Delete a job that has ended, and its answer; one that has not is ended."""
-    with _client(context) as client:
-        gone = call(client, "DELETE", f"{JOBS}/{job_id}")
+    with http.client(context.obj) as client:
+        gone = http.call(client, "DELETE", f"{JOBS}/{job_id}")
     if as_json:
-        _print_json(gone)
+        print(http.formatted(gone))
     else:
         print(f"{job_id}: {gone['status']}{', and deleted' if gone['deleted'] else ''}")
 
@@ -154,23 +150,9 @@ def until_ended(client: "httpx.Client", job_id: str, timeout_s: float | None) ->
     until = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         left_s = WAIT_S if until is None else min(WAIT_S, max(0.0, until - time.monotonic()))
-        job = call(client, "GET", f"{JOBS}/{job_id}", params={"wait": f"{left_s:.3f}"})
+        job = http.call(client, "GET", f"{JOBS}/{job_id}", params={"wait": f"{left_s:.3f}"})
         if job["status"] not in UNTIL_ENDED or (until is not None and time.monotonic() >= until):
             return job
-
-
-def call(client: "httpx.Client", method: str, path: str, **more: Any) -> dict[str, Any]:
-    """One request; what it is answered. Raises HeadraceError."""
-    import httpx  # few commands need it
-
-    try:
-        response = client.request(method, path, **more)
-        answer: dict[str, Any] = response.json()
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
-        raise Unavailable(f"{client.base_url} cannot be reached or broke off: {error}") from error
-    if response.status_code >= 400:
-        raise _error(answer)
-    return answer
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -182,21 +164,12 @@ def text_of(answer: dict[str, Any]) -> str:
     texts = [choice.get("text") or (choice.get("message") or {}).get("content") for choice in answer.get("choices", [])]
     if texts and None not in texts:
         return "\n".join(map(str, texts))
-    return json.dumps(answer, indent=2, ensure_ascii=False)
-
-
-def _client(context: typer.Context) -> "httpx.Client":
-    import httpx
-
-    given: Globals = context.obj
-    headers = {"authorization": f"Bearer {given.key}"} if given.key else {}
-    timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    return httpx.Client(base_url=given.http_url(), timeout=timeout, headers=headers)
+    return http.formatted(answer)
 
 
 def _print(job: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        _print_json(job)
+        print(http.formatted(job))
         return
     print(f"{job['id']}: {job['status']}, {job['progress']['tokens']} tokens, {job['model']} at {job['endpoint']}")
     if job["error"]:
@@ -208,7 +181,7 @@ def _print(job: dict[str, Any], as_json: bool) -> None:
 def _print_ended(job: dict[str, Any], as_json: bool) -> None:
     """The answer alone, so that it can be piped; status 1 if there is none."""
     if as_json:
-        _print_json(job)
+        print(http.formatted(job))
     elif job["status"] == "completed":
         print(text_of(job["result"]))
     else:
@@ -226,12 +199,3 @@ def _read(body: Path) -> dict[str, Any]:
     if not isinstance(asked, dict):
         raise typer.BadParameter(f"{body} is no JSON object", param_hint="--body")
     return asked
-
-
-def _error(answer: dict[str, Any]) -> HeadraceError:
-    error = answer.get("error", {})
-    return by_code(error.get("code", ""), error.get("message", str(answer)), error.get("param"))
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace import jobs
+from headrace import http, jobs
 from shared.errors import JobNotFound, Unavailable
 
 JOB = {"id": "a" * 32, "status": "running", "progress": {"tokens": 3, "claims": 1}, "error": None}
@@ -25,20 +25,29 @@ def client(*answers: tuple[int, Any]) -> tuple[httpx.Client, list[httpx.Request]
 
 
 def test_the_end_of_a_job_is_waited_for_as_long_as_it_takes_or_as_asked() -> None:
-    http, asked = client((200, JOB), (200, JOB), (200, JOB | {"status": "completed"}))
-    assert jobs.until_ended(http, JOB["id"], None)["status"] == "completed"
+    over, asked = client((200, JOB), (200, JOB), (200, JOB | {"status": "completed"}))
+    assert jobs.until_ended(over, JOB["id"], None)["status"] == "completed"
     assert [request.url.params["wait"] for request in asked] == ["30.000"] * 3
-    http, asked = client((200, JOB))
-    assert jobs.until_ended(http, JOB["id"], 0.0)["status"] == "running"
+    over, asked = client((200, JOB))
+    assert jobs.until_ended(over, JOB["id"], 0.0)["status"] == "running"
     assert asked[0].url.params["wait"] == "0.000"
 
 
 def test_what_is_refused_and_what_is_no_answer_are_errors() -> None:
-    http, _ = client((404, {"error": {"code": "job_not_found", "message": "gone", "param": None}}), (502, b"<html>"))
+    over, _ = client((404, {"error": {"code": "job_not_found", "message": "gone", "param": None}}), (502, b"<html>"))
     with pytest.raises(JobNotFound, match="gone"):
-        jobs.call(http, "GET", "/v1/jobs/x")
-    with pytest.raises(Unavailable):
-        jobs.call(http, "GET", "/v1/jobs/x")
+        http.call(over, "GET", "/v1/jobs/x")
+    with pytest.raises(Unavailable, match="http://ingress/v1/jobs/x answered 502: <html>"):
+        http.call(over, "GET", "/v1/jobs/x")
+    over, _ = client((200, b"<html>"), (500, {"detail": "of a proxy"}))
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="answered"):
+            http.call(over, "GET", "/v1/jobs/x")
+    with (
+        httpx.Client(base_url="http://127.0.0.1:9") as nobody,
+        pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9/v1/jobs cannot be reached"),
+    ):
+        http.call(nobody, "GET", "/v1/jobs")
 
 
 @pytest.mark.parametrize(
