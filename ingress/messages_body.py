@@ -10,11 +10,9 @@ from msgspec import Meta
 
 from ingress.messages_turns import Turn, chat_turns
 from ingress.schemas import Body, Count
-from ingress.tool_schemas import TOOLS_MAX, Function, ToolUse
-from shared.errors import BadRequest, Unsupported
+from ingress.tool_schemas import Function, ToolUse, check_type, functions_of
+from shared.errors import BadRequest
 from shared.wire import Input
-
-CUSTOM = (None, "custom")
 
 
 class MessagesTool(msgspec.Struct):
@@ -85,7 +83,7 @@ class PromptBody(Body, kw_only=True):
             if choice.type in ("any", "tool"):
                 raise BadRequest("tool_choice: needs `tools`", param="tool_choice")
             return None
-        functions = _functions(self.tools)
+        functions = functions_of(self.tools, _function)
         if choice.type == "none":
             return None
         if choice.type != "tool":
@@ -123,20 +121,11 @@ class CountBody(PromptBody, kw_only=True):
         return 0
 
 
-def _functions(tools: list[MessagesTool]) -> list[Function]:
-    if len(tools) > TOOLS_MAX:
-        raise BadRequest(f"tools: at most {TOOLS_MAX}, got {len(tools)}", param="tools")
-    functions: dict[str, Function] = {}
-    for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        if tool.type not in CUSTOM:
-            raise Unsupported(f"{where}.type: only `custom` is served, not `{tool.type}`", param=f"{where}.type")
-        if tool.input_schema is None:
-            raise BadRequest(f"{where}.input_schema: missing", param=f"{where}.input_schema")
-        if tool.name in functions:
-            raise BadRequest(f"{where}.name: `{tool.name}` is there twice", param=f"{where}.name")
-        functions[tool.name] = Function(tool.name, tool.description, tool.input_schema, tool.strict)
-    return list(functions.values())
+def _function(tool: MessagesTool, where: str) -> Function:
+    check_type("custom" if tool.type is None else tool.type, where, "custom")
+    if tool.input_schema is None:
+        raise BadRequest(f"{where}.input_schema: missing", param=f"{where}.input_schema")
+    return Function(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
 def _system(given: str | list[SystemBlock] | None) -> str | None:
@@ -145,8 +134,7 @@ def _system(given: str | list[SystemBlock] | None) -> str | None:
     texts = []
     for index, block in enumerate(given):
         where = f"system[{index}]"
-        if block.type != "text":
-            raise Unsupported(f"{where}.type: only `text` is served, not `{block.type}`", param=f"{where}.type")
+        check_type(block.type, where, "text")
         if block.text is None:
             raise BadRequest(f"{where}.text: missing", param=f"{where}.text")
         texts.append(block.text)

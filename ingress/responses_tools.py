@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from ingress.tool_schemas import TOOLS_MAX, Function, ToolName, ToolUse
-from shared.errors import BadRequest, Unsupported
+from ingress import tool_schemas
+from ingress.tool_schemas import Function, ToolName, ToolUse, check_type
+from shared.errors import BadRequest
 
 
 class ResponsesTool(msgspec.Struct):
@@ -44,20 +45,14 @@ ResponsesToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 def functions_of(tools: list[ResponsesTool] | None) -> list[Function]:
     """The functions that are offered. Raises BadRequest or Unsupported."""
-    tools = tools or []
-    if len(tools) > TOOLS_MAX:
-        raise BadRequest(f"tools: at most {TOOLS_MAX}, got {len(tools)}", param="tools")
-    functions: dict[str, Function] = {}
-    for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        if tool.type != "function":
-            raise Unsupported(f"{where}.type: only `function` is served, not `{tool.type}`", param=f"{where}.type")
-        if tool.name is None:
-            raise BadRequest(f"{where}.name: missing", param=f"{where}.name")
-        if tool.name in functions:
-            raise BadRequest(f"{where}.name: `{tool.name}` is there twice", param=f"{where}.name")
-        functions[tool.name] = Function(tool.name, tool.description, tool.parameters, tool.strict)
-    return list(functions.values())
+    return tool_schemas.functions_of(tools or [], _function)
+
+
+def _function(tool: ResponsesTool, where: str) -> Function:
+    check_type(tool.type, where)
+    if tool.name is None:
+        raise BadRequest(f"{where}.name: missing", param=f"{where}.name")
+    return Function(tool.name, tool.description, tool.parameters, tool.strict)
 
 
 def use_of(functions: list[Function], choice: ResponsesToolChoice | None, parallel: bool | None) -> ToolUse | None:
@@ -80,8 +75,7 @@ def use_of(functions: list[Function], choice: ResponsesToolChoice | None, parall
 
 
 def _named(functions: list[Function], named: NamedFunction, where: str) -> Function:
-    if named.type != "function":
-        raise Unsupported(f"{where}.type: only `function` is served, not `{named.type}`", param=f"{where}.type")
+    check_type(named.type, where)
     found = next((each for each in functions if each.name == named.name), None)
     if found is None:
         raise BadRequest(f"{where}.name: there is no tool `{named.name}`", param=f"{where}.name")

@@ -1,6 +1,7 @@
 """Tools in OpenAI's words: what a request offers, what may be called, and the calls of earlier turns."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -11,6 +12,8 @@ from shared.tools import DEFAULT, ToolSchema
 
 TOOLS_MAX = 128  # as OpenAI has it
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+T = TypeVar("T")
 
 ToolName = Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
 
@@ -104,7 +107,7 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool
         if choice not in (None, "none", "auto"):
             raise BadRequest("tool_choice: needs `tools`", param="tool_choice")
         return None
-    functions = _functions(tools)
+    functions = functions_of(tools, _function, "function.name")
     if choice == "none":
         return None
     if not isinstance(choice, Chosen):
@@ -120,25 +123,38 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool
     return ToolUse(functions, may_call, allowed.mode == "required", parallel is not False)
 
 
-def _functions(tools: list[Tool]) -> list[Function]:
+def functions_of(tools: Sequence[T], function: Callable[[T, str], Function], name: str = "name") -> list[Function]:
+    """The functions that `tools` offer: `function(tool, place)` of each, whose name is its field `name`.
+
+    Raises BadRequest for too many and for two of one name, and what `function` raises.
+    """
     if len(tools) > TOOLS_MAX:
         raise BadRequest(f"tools: at most {TOOLS_MAX}, got {len(tools)}", param="tools")
     functions: dict[str, Function] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
-        if tool.type != "function":
-            raise Unsupported(f"{where}.type: only `function` is served, not `{tool.type}`", param=f"{where}.type")
-        if tool.function is None:
-            raise BadRequest(f"{where}.function: missing", param=f"{where}.function")
-        if tool.function.name in functions:
-            raise BadRequest(f"{where}.function.name: `{tool.function.name}` is there twice", param=where)
-        functions[tool.function.name] = tool.function
+        found = function(tool, where)
+        if found.name in functions:
+            raise BadRequest(f"{where}.{name}: `{found.name}` is there twice", param=f"{where}.{name}")
+        functions[found.name] = found
     return list(functions.values())
 
 
+def check_type(type_: str, where: str, served: str = "function") -> None:
+    """Raise Unsupported for another type than that which is served."""
+    if type_ != served:
+        raise Unsupported(f"{where}.type: only `{served}` is served, not `{type_}`", param=f"{where}.type")
+
+
+def _function(tool: Tool, where: str) -> Function:
+    check_type(tool.type, where)
+    if tool.function is None:
+        raise BadRequest(f"{where}.function: missing", param=f"{where}.function")
+    return tool.function
+
+
 def _named(functions: list[Function], named: NamedTool, where: str) -> Function:
-    if named.type != "function":
-        raise Unsupported(f"{where}.type: only `function` is served, not `{named.type}`", param=f"{where}.type")
+    check_type(named.type, where)
     if named.function is None:
         raise BadRequest(f"{where}.function: missing", param=f"{where}.function")
     found = next((each for each in functions if each.name == named.function.name), None)

@@ -488,7 +488,7 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
         "tools[0].function.name",
         "matching regex",
     ),
-    ("chat", {"tools": TOOLS * 2}, "tools[1]", "twice"),
+    ("chat", {"tools": TOOLS * 2}, "tools[1].function.name", "twice"),
     ("chat", {"tools": [numbered(n) for n in range(129)]}, "tools", "at most 128, got 129"),
     ("chat", {"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "not together with tools"),
     ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
