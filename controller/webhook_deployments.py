@@ -93,15 +93,11 @@ class DeploymentEvents:
             if serial <= self._told.get(deployment.id, 0):
                 continue
             type_ = _TYPES[f"deployment.{event.state}"]
-            data = data_of(deployment, event)
+            told = notices.Event(type_, deployment.id, event.at, data_of(deployment, event), serial)
             if deployment.webhook is not None:
-                await self._webhooks.tell(
-                    deployment.tenant, deployment.webhook, type_, deployment.id, event.at, data, serial=serial
-                )
+                await self._webhooks.tell(deployment.tenant, deployment.webhook, told)
             if self._operators is not None:
-                await self._webhooks.tell(
-                    notices.OPERATOR, self._operators, type_, deployment.id, event.at, data, serial=serial
-                )
+                await self._webhooks.tell(notices.OPERATOR, self._operators, told)
             self._told[deployment.id] = serial
 
 

@@ -12,6 +12,7 @@ from shared import job_events, job_records, results, subjects, wire
 from shared.bus import Bus, Message
 from shared.errors import HeadraceError, Unavailable
 from shared.leadership import Leadership
+from shared.notices import Event
 from shared.pull import Puller
 from shared.streams import SECOND
 
@@ -79,11 +80,10 @@ class JobEvents:
         result = await results.read_result(self._bus, tenant, job)
         if result is None:
             return  # it was deleted
-        await self._webhooks.tell(
-            tenant,
-            record.webhook,
+        event = Event(
             job_events.type_of(record, result),
             job_events.subject_of(record),
             result.ended_at,
             job_events.data_of(record, result),
         )
+        await self._webhooks.tell(tenant, record.webhook, event)

@@ -22,10 +22,10 @@ from shared.bus import Bus
 from shared.errors import BadRequest, Internal, Unavailable
 from shared.keyvalue import Watch
 from shared.leadership import Leadership
-from shared.notices import NOTICES, Notice
+from shared.notices import NOTICES, Event, Notice
 from shared.settings import Settings
 from shared.streams import NOTICE_MARGIN_S
-from shared.webhooks import EventType, Webhook
+from shared.webhooks import Webhook
 
 log = logging.getLogger(__name__)
 
@@ -74,17 +74,7 @@ class Webhooks:
         """How many notices of a tenant wait, as far as the watch has told."""
         return self._queue.known(tenant)
 
-    async def tell(
-        self,
-        tenant: str,
-        webhook: Webhook,
-        type_: EventType,
-        subject: str,
-        at: float,
-        data: dict[str, object],
-        *,
-        serial: int = 0,
-    ) -> None:
+    async def tell(self, tenant: str, webhook: Webhook, event: Event) -> None:
         """See to it that a webhook is told of an event: `notices.tell`, unless too many of the tenant's wait already.
 
         Raises Unavailable: then it is to be called again.
@@ -92,10 +82,12 @@ class Webhooks:
         waiting_max = self._settings.webhook_waiting_per_tenant_max
         if self.waiting(tenant) >= waiting_max:
             host = webhooks.host_of(webhook.url)
-            log.warning("webhook: %s of %s is not told to %s: %d others wait", type_, subject, host, waiting_max)
+            log.warning(
+                "webhook: %s of %s is not told to %s: %d others wait", event.type, event.subject, host, waiting_max
+            )
             self._metrics.webhook("given_up")
             return
-        await notices.tell(self._bus, tenant, webhook, type_, subject, at, data, serial=serial)
+        await notices.tell(self._bus, tenant, webhook, event)
         point("webhook_noticed")
 
     # -- what is known ---------------------------------------------------------------------------------------------------

@@ -30,6 +30,16 @@ TIME_MAX = 1e11  # unix seconds
 Time = Annotated[float, Meta(ge=0.0, le=TIME_MAX)]
 
 
+class Event(Struct, frozen=True):
+    """Something that has happened."""
+
+    type: EventType
+    subject: str  # the id of what it is about
+    at: float  # unix seconds
+    data: dict[str, object]  # ids and states, and never what was asked or answered
+    serial: int = 0  # tells events of one type and subject apart
+
+
 class Notice(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An event and where it is to be told, in the bucket `notices` under key(tenant, id)."""
 
@@ -54,35 +64,24 @@ class Notice(Struct, frozen=True, kw_only=True, omit_defaults=True):
 NOTICES = Stored(json(Notice), "a notice for a webhook", lambda each: (each.tenant, each.id), 2)
 
 
-async def tell(
-    bus: "Bus",
-    tenant: str,
-    webhook: Webhook,
-    type_: EventType,
-    subject: str,
-    at: float,
-    data: dict[str, object],
-    *,
-    serial: int = 0,
-) -> Notice | None:
+async def tell(bus: "Bus", tenant: str, webhook: Webhook, event: Event) -> Notice | None:
     """See to it that a webhook is told of an event, if it wants to be. The notice, if this is the call that wrote it.
 
-    `data`: ids and states, and never what was asked or answered. Raises Unavailable: then nothing is sure, and it is to be
-    called again.
+    Raises Unavailable: then nothing is sure, and it is to be called again.
     """
-    if not webhook.wants(type_) or at < time.time() - bus.settings.webhook_age_max_s:
+    if not webhook.wants(event.type) or event.at < time.time() - bus.settings.webhook_age_max_s:
         return None
-    id_ = webhooks.event_id(tenant, type_, subject, serial)
+    id_ = webhooks.event_id(tenant, event.type, event.subject, event.serial)
     notice = Notice(
         id=id_,
         tenant=tenant,
-        type=type_,
-        subject=subject,
-        at=at,
+        type=event.type,
+        subject=event.subject,
+        at=event.at,
         url=webhook.url,
-        body=webhooks.body(id_, type_, at, data).decode(),
+        body=webhooks.body(id_, event.type, event.at, event.data).decode(),
         secret=webhook.secret,
-        due=at,
+        due=event.at,
     )
     return notice if await _write(bus, notice, 0) else None
 

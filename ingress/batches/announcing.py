@@ -33,6 +33,7 @@ def announcer(bus: "Bus") -> Announce:
             "request_counts": {"total": record.total, "completed": record.completed, "failed": record.failed},
             "ended_at": ended_at,
         }
-        await notices.tell(bus, record.tenant, record.webhook, EVENTS[record.end], record.id, ended_at, data)
+        event = notices.Event(EVENTS[record.end], record.id, ended_at, data)
+        await notices.tell(bus, record.tenant, record.webhook, event)
 
     return announce

@@ -16,7 +16,7 @@ from shared.audit import Actor
 from shared.bus import Bus
 from shared.errors import BadRequest
 from shared.leadership import CONTROLLER, Leadership
-from shared.notices import Notice
+from shared.notices import Event, Notice
 from shared.settings import Settings
 from shared.webhook_secrets import SecretRotation
 from shared.webhooks import DeliveryState, Webhook
@@ -48,15 +48,8 @@ class World:
             await bus.close()
 
     async def tell(self, receiver: Receiver, subject: str, secret: str | None = SECRET, tenant: str = "acme") -> Notice:
-        notice = await notices.tell(
-            self.bus,
-            tenant,
-            Webhook(url=receiver.url, secret=secret),
-            "job.completed",
-            subject,
-            time.time(),
-            {"id": subject, "status": "completed"},
-        )
+        event = Event("job.completed", subject, time.time(), {"id": subject, "status": "completed"})
+        notice = await notices.tell(self.bus, tenant, Webhook(url=receiver.url, secret=secret), event)
         assert notice is not None
         return notice
 
@@ -128,7 +121,8 @@ def test_whoever_sees_an_event_again_changes_nothing(run_world: RunWorld) -> Non
 
             async def tell(at: float, events: tuple[webhooks.EventType, ...] = ()) -> Notice | None:
                 webhook = Webhook(url=receiver.url, secret=SECRET, events=events)
-                return await notices.tell(world.bus, "acme", webhook, "job.failed", "job-2", at, {"id": "job-2"})
+                event = Event("job.failed", "job-2", at, {"id": "job-2"})
+                return await notices.tell(world.bus, "acme", webhook, event)
 
             assert await tell(time.time(), ("job.completed",)) is None  # it does not want to know
             assert await tell(time.time() - 86_401.0) is None  # history
@@ -277,7 +271,7 @@ def test_a_tenant_with_too_much_that_waits_holds_up_nobody(run_world: RunWorld) 
 
             async def tell(tenant: str, subject: str) -> Notice | None:
                 webhook = Webhook(url=receiver.url, secret=SECRET)
-                await running.tell(tenant, webhook, "job.failed", subject, time.time(), {"id": subject})
+                await running.tell(tenant, webhook, Event("job.failed", subject, time.time(), {"id": subject}))
                 return await notices.find(world.bus, tenant, webhooks.event_id(tenant, "job.failed", subject))
 
             for n in range(3):
