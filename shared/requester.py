@@ -35,8 +35,9 @@ from shared.errors import (
     StreamGone,
     by_code,
 )
-from shared.terms import Choice, Known, RequesterLimits
-from shared.wire import Accepted, Attach, Frame, No, Ok, Release, Usage, Wait, digest, new_id
+from shared.received import Received
+from shared.terms import Known, RequesterLimits
+from shared.wire import Accepted, Attach, Frame, No, Ok, Release, Wait, new_id
 
 NEVER: Final = float("inf")
 
@@ -94,17 +95,10 @@ class Requester:
         # counters
         self.resumes = 0  # claims adopted after the first
         self.replayed = 0  # tokens that those had to take over
-        self.duplicates = 0  # tokens trimmed
         self._claims: set[str] = set()
 
-        self._choices = [Choice([]) for _ in range(choices)]
-        self._known: Known | None = None  # set: some choice has not met its digest yet
-        if known is not None and known.ids is not None:
-            self._choices = [Choice(list(ids)) for ids in known.ids]
-        elif known is not None and known.next and any(known.next):
-            self._known = known
-        self._unfinished = choices
-        self._usage: Usage | None = None
+        self.received = Received(choices, known)
+        self._choices = self.received.choices
 
         self._ack = ""
         self.held: int | None = None  # the message that a worker had last
@@ -147,8 +141,7 @@ class Requester:
     @property
     def may_move(self) -> bool:
         """Whether another version may serve it: nobody chose this one, and the client has nothing of it."""
-        begun = self._known is not None or any(choice.next or choice.finished for choice in self._choices)
-        return self.movable and not begun
+        return self.movable and not self.received.begun
 
     def unserved_s(self, now: float) -> float:
         """For how long no worker has had it; 0: one has."""
@@ -161,7 +154,7 @@ class Requester:
     @property
     def tokens(self) -> int:
         """Of all choices, as far as they are known here."""
-        return sum(choice.next for choice in self._choices)
+        return self.received.tokens
 
     def next_tick(self) -> float | None:
         """When `tick` is next needed, or a little before; None: ended. Frames in order never bring it forward."""
@@ -454,7 +447,7 @@ class Requester:
         if claim not in self._claims:
             if self._claims:
                 self.resumes += 1
-                self.replayed += sum(choice.next for choice in self._choices)
+                self.replayed += self.tokens
             self._claims.add(claim)
         if claim != self.claim:
             self.claim = claim
@@ -503,11 +496,7 @@ class Requester:
         self._leaving.clear()
 
     def _build_attach(self) -> Attach:
-        if self._known is None:
-            ids = [list(choice.ids) for choice in self._choices]
-            return Attach(self.rid, self.sid, self.reply, ids, deaths=len(self._dead))
-        known = self._known
-        return Attach(self.rid, self.sid, self.reply, None, known.next, known.digest, len(self._dead))
+        return self.received.attach(self.rid, self.sid, self.reply, len(self._dead))
 
     def _attach(self, now: float, actions: list[Action]) -> None:
         self.sid = new_id()
@@ -521,19 +510,6 @@ class Requester:
         if worker not in self._served:
             self._served.add(worker)
             self._plain = False
-
-    def _meets(self, at: int) -> bool:
-        """Whether choice `at` is still what a digest said of it. The worker has compared it too: this is the proof."""
-        if self._known is None or self._known.next is None or self._known.digest is None:
-            return True
-        choice, position = self._choices[at], self._known.next[at]
-        if len(choice.ids) < position:
-            return not choice.finished
-        if digest(choice.ids[:position]) != self._known.digest[at]:
-            return False
-        if all(each.next >= needed for each, needed in zip(self._choices, self._known.next, strict=True)):
-            self._known = None
-        return True
 
     def _frame(self, worker: str, frame: Frame, now: float) -> list[Action]:
         if self.ended or not self._mine(frame):
@@ -554,35 +530,18 @@ class Requester:
 
     def _take(self, worker: str, frame: Frame, actions: list[Action]) -> None:
         """Deliver what is new in a frame that begins at or before our position."""
-        choice = self._choices[frame.choice]
-        old = choice.next - frame.index
-        ids, text, logprobs = frame.ids, frame.text, frame.logprobs
-        if old:
-            self.duplicates += min(old, len(ids))
-            ids, text, logprobs = ids[old:], text[old:], logprobs and logprobs[old:]
-        whole = frame.index + len(frame.ids) >= choice.next  # else its finish is not ours
-        finish = frame.finish if whole and not choice.finished else None
-        usage = frame.usage if self._usage is None else None
-        if choice.finished:
-            ids = []
-        if ids:
-            choice.ids += ids
-            choice.next += len(ids)
-            self._served = {worker}
-            self._dead.clear()
-        if finish is not None:
-            choice.finished = True
-            self._unfinished -= 1
-        if not self._meets(frame.choice):
-            self._end(Diverged("the stream that was to be resumed is not the one that the worker has"), actions)
+        try:
+            delivered = self.received.take(frame)
+        except Diverged as error:
+            self._end(error, actions)
             return
-        if ids and self._known is None:
-            self._plain = True
-        self._usage = self._usage or usage
-        if ids or finish or usage:
-            actions.append(Deliver(frame.choice, ids, text, logprobs, finish, usage, frame.vector if finish else b""))
-        # After a resume the finish that carries the usage can be a repeated one, behind the last new one.
-        if not self._unfinished and (self._usage is not None or len(self._choices) == 1):
+        if delivered is not None:
+            actions.append(delivered)
+            if delivered.ids:
+                self._served = {worker}
+                self._dead.clear()
+                self._plain = self._plain or self.received.met
+        if self.received.complete:
             self._end(None, actions)
 
     def _end(self, error: HeadraceError | None, actions: list[Action], everybody: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a requester works with: its timers, what it has when it takes over, what its client has."""
+"""What a requester works with: its timers, and what it has when it takes over."""
 
 import msgspec
 
@@ -29,14 +29,3 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[list[int]] | None = None
     next: list[int] | None = None
     digest: list[str] | None = None
-
-
-class Choice:
-    """One choice of the request as the client has it."""
-
-    __slots__ = ("finished", "ids", "next")
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-        self.next = len(ids)
-        self.finished = False

@@ -31,6 +31,7 @@ NEVER = {
     "workers/engine/blocks.py": {"torch", "transformers"},
     "workers/engine/sim.py": {"torch", "transformers"},
     "shared/requester.py": {"shared.bus", "asyncio", "fastapi", "starlette"},
+    "shared/received.py": {"shared.bus", "asyncio"},
     "workers/claims.py": {"shared.bus", "asyncio"},
     "workers/jobs.py": {"shared.bus", "asyncio"},
     "controller/autoscaler.py": {"shared.bus", "asyncio"},

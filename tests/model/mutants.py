@@ -60,8 +60,8 @@ class Gapless(Requester):
     """Takes an index beyond its position for the next one."""
 
     def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
-        if not self.ended and frame.sid == self.sid and self._known is None:
-            frame = msgspec.structs.replace(frame, index=min(frame.index, self._choices[frame.choice].next))
+        if not self.ended and frame.sid == self.sid and self.received.met:
+            frame = msgspec.structs.replace(frame, index=min(frame.index, self.received.choices[frame.choice].next))
         return super().frame(worker, frame, now)
 
 
@@ -81,7 +81,7 @@ class Hasty(Requester):
 
     def frame(self, worker: str, frame: Frame, now: float) -> list[asks.Action]:
         actions = super().frame(worker, frame, now)
-        if not self.ended and not self._unfinished:
+        if not self.ended and not self.received.unfinished:
             self._end(None, actions)
         return actions
 

@@ -509,7 +509,7 @@ class World:
         elif how == "no_replica_for_pin":
             bad = not self.withdrawn or requester.may_move
         elif how == "diverged":
-            bad = requester._known is None
+            bad = requester.received.met
         else:
             bad = not self.faults & set(ERRORS.get(how, ()))
         if bad:

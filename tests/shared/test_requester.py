@@ -216,7 +216,7 @@ def test_who_came_with_a_digest_is_delivered_everything_and_asks_by_it_until_it_
     again = only(SendAttach, asks.accepted("w4", accepted("c4"), 0.2)).attach
     assert (again.ids, again.next, again.digest) == (None, [2], [digest([1, 2])])
     delivered = only(Deliver, asks.frame("w4", frame(asks, "c4", 0, [1, 2, 3]), 0.3))
-    assert (delivered.ids, asks.duplicates) == ([2, 3], 1)
+    assert (delivered.ids, asks.received.duplicates) == ([2, 3], 1)
     assert only(SendAttach, asks.accepted("w5", accepted("c5"), 0.4)).attach.ids == [[1, 2, 3]]
 
 
@@ -277,7 +277,7 @@ def test_a_frame_is_trimmed_with_its_text_and_logprobs() -> None:
     part = only(Deliver, asks.frame("w1", frame(asks, "c1", 1, [2, 3], logprobs=entries), 0.1))
     assert (part.ids, part.text, part.logprobs) == ([3], ["<3>"], entries[1:])
     assert asks.frame("w1", frame(asks, "c1", 0, [1, 2]), 0.1) == []
-    assert asks.duplicates == 3
+    assert asks.received.duplicates == 3
 
 
 def test_a_gap_is_attached_again_to_the_same_worker() -> None:
