@@ -1,8 +1,7 @@
 """The requester's side of the wire for one process: publishes requests, carries out what each `Requester` decides.
 
 The rules are in `shared.requester`; here are the bus, the clock and the readers. One frame address serves the requests of
-the process, a further one those of whose rid there is a requester already; what goes to a worker is gathered per wake-up and
-sent as one message.
+the process, a further one those of whose rid there is a requester already.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 
 from shared import control, leftovers, subjects, wire
-from shared.bus import NO_RESPONDERS, Bus, Message
+from shared.bus import Bus, Message
 from shared.claim_check import ClaimCheck
 from shared.envelope import headers_of, limits_of
 from shared.errors import (
@@ -28,13 +27,13 @@ from shared.errors import (
     QueueDeadline,
     QueueFull,
     StreamGone,
-    TooLarge,
     VersionFailed,
     VersionNotFound,
     VersionRetired,
 )
 from shared.lanes import LaneSwitch
 from shared.locate import Located, locate, revoke
+from shared.outbox import Outbox
 from shared.records import Route, Version
 from shared.requester import (
     Action,
@@ -62,7 +61,6 @@ __all__ = ["Delta", "Dispatcher", "Stream"]
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-RELEASE_DELAY_S = 0.005  # a release waits this long for company; an attach takes along what waits
 OVER_MAX = 20_000  # ended requests whose usage is remembered
 READERS_MAX = 16  # of one request in one process
 REFUSED_AFTER_S = 1.5  # a version out of service may have workers still: time enough to find one
@@ -95,40 +93,39 @@ class Dispatcher:
         self.on_end: Callable[[Stream], None] | None = None  # told of each request that is over here
         self._homes = [_Home(subjects.frame_address(owner, wire.new_id()))]
         self.address = self._homes[0].address
-        self._control = f"{bus.inbox}_ctl"
+        self._outbox = Outbox(bus, owner, self._on_worker_gone)
         # of requests that were published here; withdrawn: of the cancelled ones, those deleted before any worker spoke
         self.totals = {"published": 0, "completed": 0, "failed": 0, "cancelled": 0, "withdrawn": 0}
         self.lanes = LaneSwitch(settings.tenant_burst if self._trusted else 0)
         self._hints = Hints(self._publish)
-        self._outgoing: dict[str, list[wire.Attach | wire.Release]] = {}
-        self._outgoing_wake = asyncio.Event()
         self._heard: dict[tuple[str, str], float] = {}
         self._refused: dict[tuple[str, str], HeadraceError] = {}  # versions out of service
         self._obstacles: dict[tuple[str, str], str] = {}  # versions whose workers do not start, for now
         self._withdrawals = Withdrawals()
         self._moving = asyncio.Semaphore(MOVES_AT_ONCE)
         self._background: set[asyncio.Task[None]] = set()
-        self._loops: list[asyncio.Task[None]] = []
+        self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._address_subscription = await self._bus.subscribe(self.address, partial(self._on_batch, self._homes[0]))
-        await self._bus.subscribe(self._control + ".*", self._on_control)
+        await self._outbox.start()
         if self._trusted:
             await self._bus.subscribe(subjects.find(None), self._on_find)
             await self._bus.subscribe(subjects.cancel(None), self._on_cancel)
         self._bus.on_disconnect(self._on_disconnect)
         self._bus.on_reconnect(self._on_reconnect)
-        self._loops = [asyncio.create_task(self._send()), asyncio.create_task(self._tick())]
+        self._ticker = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
         """Cancel what is still running, tell the workers, stop. What somebody may still come for is only let go of."""
         for stream in list(self._open()):
             if not (stream.requester.resumable or stream.requester.keyed):
                 stream.cancel()
-        await self._flush()
-        for task in [*self._loops, *self._background]:
+        await self._outbox.close()
+        tasks = [*self._background, *([self._ticker] if self._ticker is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._loops, *self._background, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._claim_check.close()
 
     @property
@@ -334,7 +331,7 @@ class Dispatcher:
                 for action in unknown_rid(worker, item, home.address):
                     if isinstance(action, SendRelease):
                         action.release.usage = self._over.get(item.rid)
-                    self._release(action)
+                        self._outbox.put(action.worker, action.release)
                 continue
             requester = stream.requester
             try:
@@ -364,11 +361,10 @@ class Dispatcher:
         stream.end(Internal(f"a defect of ours; the logs say more about request {stream.rid}"))
         self._count_end(stream)
 
-    def _on_control(self, message: Message) -> None:
-        if message.status == NO_RESPONDERS:
-            worker, now = message.subject.rsplit(".", 1)[1], time.monotonic()
-            for stream in list(self._open()):
-                self.act(stream, stream.requester.no_responders(worker, now))
+    def _on_worker_gone(self, worker: str) -> None:
+        now = time.monotonic()
+        for stream in list(self._open()):
+            self.act(stream, stream.requester.no_responders(worker, now))
 
     def _on_disconnect(self) -> None:
         for stream in self._open():
@@ -410,14 +406,13 @@ class Dispatcher:
                     stream.deliver(action)
                 case SendAttach():
                     if action.worker is not None:
-                        self._queue(action.worker, action.attach)
-                        self._outgoing_wake.set()
+                        self._outbox.put(action.worker, action.attach)
                     else:
                         data = wire.encode(wire.ToWorker([action.attach]))
                         subject = subjects.attach_broadcast(stream.model, stream.version, self._owner)
                         self._do(self._publish(subject, data))
                 case SendRelease():
-                    self._release(action)
+                    self._outbox.put(action.worker, action.release)
                 case End():
                     stream.end(self._explained(stream, action.error))
                     self._count_end(stream)
@@ -462,15 +457,6 @@ class Dispatcher:
                 "completed" if error is None else "cancelled" if error.code == Cancelled.code else "failed"
             ] += 1
 
-    def _release(self, action: Action) -> None:
-        if isinstance(action, SendRelease):
-            self._queue(action.worker, action.release)
-
-    def _queue(self, worker: str, item: wire.Attach | wire.Release) -> None:
-        if not self._outgoing:
-            asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._outgoing_wake.set)
-        self._outgoing.setdefault(worker, []).append(item)
-
     def _forget(self, stream: Stream) -> None:
         for home in self._homes:
             if home.streams.get(stream.rid) is stream:
@@ -503,22 +489,6 @@ class Dispatcher:
         await self._bus.publish(ack_subject, b"-NAK")
         if subjects.is_fair(ack_subject):
             self._hints.hint(stream.model, stream.version, stream.tenant)
-
-    async def _send(self) -> None:
-        while True:
-            await self._outgoing_wake.wait()
-            self._outgoing_wake.clear()
-            await self._flush()
-
-    async def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, {}
-        for worker, items in outgoing.items():
-            for data in wire.encode_batches(wire.ToWorker, items, self._bus.payload_bytes_max):
-                try:
-                    subject = subjects.worker_control(worker, self._owner)
-                    await self._bus.publish(subject, data, reply=f"{self._control}.{worker}")
-                except TooLarge as error:
-                    log.error("worker %s is not told: %s", worker, error.message)
 
     async def _tick(self) -> None:
         while True:
