@@ -1,7 +1,6 @@
 """The requester's side of the wire for one process: publishes requests, carries out what each `Requester` decides.
 
-The rules are in `shared.requester`; here are the bus, the clock and the readers. One frame address serves the requests of
-the process, a further one those of whose rid there is a requester already.
+The rules are in `shared.requester`; here are the bus and the clock.
 """
 
 import asyncio
@@ -10,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +23,6 @@ from shared.errors import (
     HeadraceError,
     Internal,
     QueueDeadline,
-    QueueFull,
     StreamGone,
     VersionFailed,
     VersionNotFound,
@@ -34,6 +31,7 @@ from shared.errors import (
 from shared.lanes import LaneSwitch
 from shared.locate import Located, locate, revoke
 from shared.outbox import Outbox
+from shared.readers import Home, Readers
 from shared.records import Route, Version
 from shared.requester import (
     Action,
@@ -62,20 +60,9 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 OVER_MAX = 20_000  # ended requests whose usage is remembered
-READERS_MAX = 16  # of one request in one process
 REFUSED_AFTER_S = 1.5  # a version out of service may have workers still: time enough to find one
 MOVES_AT_ONCE = 64  # requests whose copies are published, or whose old messages are deleted
 WAKE_QUIET_S = 1.0  # a version that was heard of this recently needs no wake hint
-
-
-class _Home:
-    """One frame address of this process, and what is served at it: a rid has one requester at an address at most."""
-
-    __slots__ = ("address", "streams")
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.streams: dict[str, Stream] = {}
 
 
 class Dispatcher:
@@ -91,8 +78,8 @@ class Dispatcher:
         self.unread_tokens_max = settings.unread_tokens_max
         self._over: dict[str, wire.Usage] = {}  # what requests came to that ended of late, by rid
         self.on_end: Callable[[Stream], None] | None = None  # told of each request that is over here
-        self._homes = [_Home(subjects.frame_address(owner, wire.new_id()))]
-        self.address = self._homes[0].address
+        self._readers = Readers(bus, owner, self._on_batch)
+        self.address = self._readers.address
         self._outbox = Outbox(bus, owner, self._on_worker_gone)
         # of requests that were published here; withdrawn: of the cancelled ones, those deleted before any worker spoke
         self.totals = {"published": 0, "completed": 0, "failed": 0, "cancelled": 0, "withdrawn": 0}
@@ -107,7 +94,7 @@ class Dispatcher:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._address_subscription = await self._bus.subscribe(self.address, partial(self._on_batch, self._homes[0]))
+        await self._readers.start()
         await self._outbox.start()
         if self._trusted:
             await self._bus.subscribe(subjects.find(None), self._on_find)
@@ -118,7 +105,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancel what is still running, tell the workers, stop. What somebody may still come for is only let go of."""
-        for stream in list(self._open()):
+        for stream in list(self._readers):
             if not (stream.requester.resumable or stream.requester.keyed):
                 stream.cancel()
         await self._outbox.close()
@@ -130,7 +117,7 @@ class Dispatcher:
 
     @property
     def open_streams(self) -> int:
-        return sum(len(home.streams) for home in self._homes)
+        return len(self._readers)
 
     def queued(self, tenant: str) -> int:
         """Requests of a tenant that are published and that no worker has accepted yet."""
@@ -138,7 +125,7 @@ class Dispatcher:
 
     def streams(self) -> Iterator[Stream]:
         """Those that have not ended."""
-        return self._open()
+        return iter(self._readers)
 
     def queued_of_all(self) -> int:
         """The same of all tenants."""
@@ -154,9 +141,7 @@ class Dispatcher:
             body = wire.encode_request(request)
         except wire.Malformed as error:
             raise BadRequest(f"the request cannot be stored: {error}") from None
-        home = self._homes[0]
-        if keyed and request.rid in home.streams:
-            home = await self._home_without(request.rid)
+        home = await self._readers.home_for(request.rid)
         now = time.monotonic()
         requester = Requester(
             request.rid,
@@ -219,7 +204,7 @@ class Dispatcher:
         `body` is that of its message `seq`; b"": not known, so that it can not be published again. A `known` position and
         digest must be met, else the stream ends as diverged. Raises QueueFull when too many read it in this process.
         """
-        home = await self._home_without(request.rid)
+        home = await self._readers.home_for(request.rid)
         now = time.monotonic()
         requester = Requester(
             request.rid,
@@ -242,21 +227,6 @@ class Dispatcher:
         home.streams[stream.rid] = stream
         self.act(stream, requester.tick(now))
         return stream
-
-    def _open(self) -> Iterator[Stream]:
-        for home in self._homes:
-            yield from home.streams.values()
-
-    async def _home_without(self, rid: str) -> _Home:
-        for home in self._homes:
-            if rid not in home.streams:
-                return home
-        if len(self._homes) >= READERS_MAX:
-            raise QueueFull(f"the request {rid} has {READERS_MAX} readers here, which is the limit", retry_after=1.0)
-        home = _Home(subjects.frame_address(self._owner, wire.new_id()))
-        await self._bus.subscribe(home.address, partial(self._on_batch, home))
-        self._homes.append(home)
-        return home
 
     async def locate(self, rid: str, tenant: str, seq: int) -> Located | None:
         """A request that somebody published, to `attach` to. Raises Unavailable."""
@@ -286,7 +256,7 @@ class Dispatcher:
 
     def _refuse(self, model: str, version: str, error: HeadraceError) -> None:
         self._refused[model, version] = error
-        for stream in list(self._open()):
+        for stream in list(self._readers):
             if (stream.model, stream.version) == (model, version) and not self._may_go_elsewhere(stream):
                 self.act(stream, stream.requester.unavailable(error, time.monotonic()))
 
@@ -294,7 +264,7 @@ class Dispatcher:
         """A model's traffic goes another way. Requests of a version that was rolled back move, or end, or go on."""
         self._withdrawals.put_route(route)
         now = time.monotonic()
-        for stream in list(self._open()):
+        for stream in list(self._readers):
             if stream.model == route.model:
                 try:
                     self._withdraw(stream, now)
@@ -322,7 +292,7 @@ class Dispatcher:
 
     # -- what arrives --------------------------------------------------------------------------------------------------
 
-    def _on_batch(self, home: _Home, message: Message) -> None:
+    def _on_batch(self, home: Home, message: Message) -> None:
         batch = wire.decode_from_worker(message.data)
         worker, now = batch.worker, time.monotonic()
         for item in batch.items:
@@ -363,22 +333,21 @@ class Dispatcher:
 
     def _on_worker_gone(self, worker: str) -> None:
         now = time.monotonic()
-        for stream in list(self._open()):
+        for stream in list(self._readers):
             self.act(stream, stream.requester.no_responders(worker, now))
 
     def _on_disconnect(self) -> None:
-        for stream in self._open():
+        for stream in self._readers:
             stream.requester.disconnected()
 
     def _on_reconnect(self) -> None:
         now = time.monotonic()
-        for stream in self._open():
+        for stream in self._readers:
             stream.requester.reconnected(now)
 
     def _meant(self, message: Message) -> list[Stream]:
         about = control.about_of(message.subject, message.data)
-        found = [home.streams[about.rid] for home in self._homes if about.rid in home.streams]
-        return [stream for stream in found if stream.tenant == about.tenant]
+        return [stream for stream in self._readers.of(about.rid) if stream.tenant == about.tenant]
 
     def _on_find(self, message: Message) -> None:
         for stream in self._meant(message)[:1]:
@@ -458,10 +427,7 @@ class Dispatcher:
             ] += 1
 
     def _forget(self, stream: Stream) -> None:
-        for home in self._homes:
-            if home.streams.get(stream.rid) is stream:
-                del home.streams[stream.rid]
-                break
+        self._readers.forget(stream)
         self._dequeue(stream)
         if stream.usage is not None:
             self._over[stream.rid] = stream.usage
@@ -494,7 +460,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            for stream in list(self._open()):
+            for stream in list(self._readers):
                 try:
                     self._tick_one(stream, now)
                 except Exception:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from shared import subjects, wire
-from shared.bus import Bus, Message
+from shared.bus import Bus, Message, Subscription
 from shared.errors import QueueFull
 from shared.stream import Stream
 
@@ -42,7 +42,7 @@ class Readers:
             yield from home.streams.values()
 
     async def start(self) -> None:
-        await self._listen(self._homes[0])
+        self._subscription = await self._listen(self._homes[0])
 
     def of(self, rid: str) -> list[Stream]:
         """The streams of one request."""
@@ -69,5 +69,5 @@ class Readers:
     def _new_home(self) -> Home:
         return Home(subjects.frame_address(self._owner, wire.new_id()))
 
-    async def _listen(self, home: Home) -> None:
-        await self._bus.subscribe(home.address, partial(self._on_batch, home))
+    async def _listen(self, home: Home) -> Subscription:
+        return await self._bus.subscribe(home.address, partial(self._on_batch, home))

@@ -416,7 +416,7 @@ def test_an_orphan_is_given_up_after_the_grace(run_fleet: RunFleet) -> None:
         await fleet.active(fleet.spawn())
         stream = await fleet.submit(max_tokens=8000)
         await stream.next(10)
-        await fleet.dispatcher._address_subscription.unsubscribe()  # as if the process were gone
+        await fleet.dispatcher._readers._subscription.unsubscribe()  # as if the process were gone
         start = time.monotonic()
         await fleet.idle()
         assert time.monotonic() - start < 5
