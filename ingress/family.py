@@ -93,3 +93,16 @@ class Family(Protocol):
     def events(self, admitted: Admitted) -> Events: ...
 
     def plain(self, admitted: Admitted, choices: list[Choice], usage: wire.Usage, claims: int) -> bytes: ...
+
+
+class OnePath:
+    """The part of a family that has one path and whose bodies name the model."""
+
+    route: str
+
+    def serves(self, path: str) -> bool:
+        return path == self.route
+
+    def reference(self, body: Any, scope: Scope) -> str:
+        model: str = body.model
+        return model

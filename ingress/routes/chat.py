@@ -2,9 +2,8 @@
 
 import msgspec
 
-from ingress.answers import Scope
 from ingress.error_shapes import OPENAI, ErrorShape
-from ingress.family import Admitted, Choice
+from ingress.family import Admitted, Choice, OnePath
 from ingress.routes.chat_tools import AnsweredCall, ToolChatEvents, answered
 from ingress.routes.openai import ChatLogprobs, ChunkEvents, UsageBody, chat_logprobs, usage_body
 from ingress.schemas import ChatBody
@@ -49,18 +48,12 @@ class ChatEvents(ChunkEvents):
         return encode(chat_logprobs(delta.logprobs or []))
 
 
-class Chat:
+class Chat(OnePath):
     """The chat family: `delta` and `message`."""
 
     route, summary = PATH, "Chat completion, as OpenAI has it"
     decoder, answer_type = msgspec.json.Decoder(ChatBody), ChatAnswer
     errors: ErrorShape = OPENAI
-
-    def serves(self, path: str) -> bool:
-        return path == PATH
-
-    def reference(self, body: ChatBody, scope: Scope) -> str:
-        return body.model
 
     def events(self, admitted: Admitted) -> Events:
         if admitted.framing.tools:

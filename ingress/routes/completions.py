@@ -4,9 +4,8 @@ import codecs
 
 import msgspec
 
-from ingress.answers import Scope
 from ingress.error_shapes import OPENAI, ErrorShape
-from ingress.family import Admitted, Choice
+from ingress.family import Admitted, Choice, OnePath
 from ingress.routes.openai import ChunkEvents, UsageBody, floored, token_text, usage_body
 from ingress.schemas import CompletionBody
 from ingress.sse import Events, encode
@@ -99,18 +98,12 @@ class CompletionEvents(ChunkEvents):
         return encode(shape_logprobs(delta.logprobs or [], self._offsets[delta.choice], self._top))
 
 
-class Completions:
+class Completions(OnePath):
     """The completions family: `text`."""
 
     route, summary = PATH, "Text completion, as OpenAI has it"
     decoder, answer_type = msgspec.json.Decoder(CompletionBody), CompletionAnswer
     errors: ErrorShape = OPENAI
-
-    def serves(self, path: str) -> bool:
-        return path == PATH
-
-    def reference(self, body: CompletionBody, scope: Scope) -> str:
-        return body.model
 
     def events(self, admitted: Admitted) -> Events:
         return CompletionEvents(_id(admitted), admitted)

@@ -5,10 +5,9 @@ import struct
 
 import msgspec
 
-from ingress.answers import Scope
 from ingress.embeddings_body import EmbeddingsBody
 from ingress.error_shapes import OPENAI, ErrorShape
-from ingress.family import Admitted, Choice
+from ingress.family import Admitted, Choice, OnePath
 from ingress.sse import Events, encode
 from shared.errors import Unsupported
 from shared.wire import Usage
@@ -37,18 +36,12 @@ class EmbeddingsAnswer(msgspec.Struct):
     object: str = "list"
 
 
-class Embeddings:
+class Embeddings(OnePath):
     """The embeddings family: vectors. Never streamed."""
 
     route, summary = PATH, "Embeddings, as OpenAI has them"
     decoder, answer_type = msgspec.json.Decoder(EmbeddingsBody), EmbeddingsAnswer
     errors: ErrorShape = OPENAI
-
-    def serves(self, path: str) -> bool:
-        return path == PATH
-
-    def reference(self, body: EmbeddingsBody, scope: Scope) -> str:
-        return body.model
 
     def events(self, admitted: Admitted) -> Events:
         raise Unsupported("stream: embeddings are not streamed", param="stream")

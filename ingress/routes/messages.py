@@ -4,10 +4,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from ingress.answers import Scope
 from ingress.error_shapes import ANTHROPIC, ErrorShape
-from ingress.family import Admitted, Choice
-from ingress.messages_body import CountBody, MessagesBody, PromptBody
+from ingress.family import Admitted, Choice, OnePath
+from ingress.messages_body import CountBody, MessagesBody
 from ingress.routes.messages_events import MessageEvents, MessagesUsage, TextBlock, ToolUseBlock, messages_usage, whole
 from ingress.sse import Events, encode
 from shared.wire import Usage
@@ -31,19 +30,13 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class Messages:
+class Messages(OnePath):
     """Anthropic's family: content blocks."""
 
     route, summary = PATH, "Message, as Anthropic has it"
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(MessagesBody)
     answer_type: type = MessagesAnswer
     errors: ErrorShape = ANTHROPIC
-
-    def serves(self, path: str) -> bool:
-        return path == self.route
-
-    def reference(self, body: PromptBody, scope: Scope) -> str:
-        return body.model
 
     def events(self, admitted: Admitted) -> Events:
         return MessageEvents(_id(admitted), admitted)

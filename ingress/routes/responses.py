@@ -2,9 +2,8 @@
 
 import msgspec
 
-from ingress.answers import Scope
 from ingress.error_shapes import OPENAI, ErrorShape
-from ingress.family import Admitted, Choice
+from ingress.family import Admitted, Choice, OnePath
 from ingress.responses_body import ResponsesBody
 from ingress.routes.responses_events import ResponseEvents, completed
 from ingress.routes.responses_shapes import Response
@@ -14,18 +13,12 @@ from shared.wire import Usage
 PATH = "/v1/responses"
 
 
-class Responses:
+class Responses(OnePath):
     """OpenAI's newer family: items instead of messages."""
 
     route, summary = PATH, "Response, as OpenAI has it"
     decoder, answer_type = msgspec.json.Decoder(ResponsesBody), Response
     errors: ErrorShape = OPENAI
-
-    def serves(self, path: str) -> bool:
-        return path == PATH
-
-    def reference(self, body: ResponsesBody, scope: Scope) -> str:
-        return body.model
 
     def events(self, admitted: Admitted) -> Events:
         return ResponseEvents(admitted)
