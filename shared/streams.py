@@ -120,6 +120,69 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+def _kept(settings: Settings) -> dict[str, Any]:
+    """What all streams have in common."""
+    return {"retention": "limits", "storage": "file", "num_replicas": settings.nats_replicas}
+
+
+def _streams(settings: Settings) -> list[dict[str, Any]]:
+    """All but the audit log's."""
+    kept = _kept(settings)
+    queue = kept | {
+        "retention": "workqueue",
+        "discard": "new",
+        "discard_new_per_subject": True,
+        "duplicate_window": int(settings.dedupe_window_s * SECOND),
+        "allow_msg_ttl": True,
+    }
+    return [
+        queue
+        | {
+            "name": subjects.REQ_STREAM,
+            "subjects": [subjects.REQ_SUBJECTS],
+            "max_msgs_per_subject": settings.req_messages_per_subject_max,
+            "max_age": int(settings.req_max_age_s * SECOND),
+            "max_bytes": settings.req_bytes_max,
+            "max_consumers": settings.req_consumers_max,
+        },
+        queue
+        | {
+            "name": subjects.JOB_STREAM,
+            "subjects": [subjects.JOB_SUBJECTS],
+            "max_msgs_per_subject": settings.job_messages_per_subject_max,
+            "max_age": int(settings.job_max_age_s * SECOND),
+            "max_bytes": settings.job_bytes_max,
+            "max_consumers": settings.job_consumers_max,
+        },
+        kept
+        | {
+            "name": subjects.RES_STREAM,
+            "subjects": [subjects.RES_SUBJECTS],
+            "discard": "new",  # full: results wait in their workers, and none is lost
+            "max_msgs_per_subject": 1,
+            "max_age": int(settings.result_kept_s * SECOND),
+            "max_bytes": settings.result_bytes_max,
+            "duplicate_window": int(2 * settings.publish_timeout_s * SECOND),
+            "allow_msg_ttl": True,
+        },
+        kept
+        | {
+            "name": subjects.DLQ_STREAM,
+            "subjects": [subjects.DLQ_SUBJECTS],
+            "max_age": int(DEAD_LETTERS_KEPT_S * SECOND),
+            "max_bytes": 1 << 30,
+        },
+        kept
+        | {
+            "name": subjects.USAGE_STREAM,
+            "subjects": [subjects.USAGE_SUBJECTS],
+            "max_age": int(settings.usage_kept_s * SECOND),
+            "max_bytes": settings.usage_bytes_max,
+            "duplicate_window": int(settings.dedupe_window_s * SECOND),
+        },
+    ]
+
+
 def _buckets(settings: Settings) -> list[Bucket]:
     return [
         Bucket(name=subjects.MODELS_BUCKET),
@@ -204,78 +267,8 @@ class Streams:
         Whoever has done so looks after each reconnection whether those that a server only had in memory are still there.
         """
         settings, self._smaller = self.settings, 1
-        await self._ensure_stream(
-            {
-                "name": subjects.REQ_STREAM,
-                "subjects": [subjects.REQ_SUBJECTS],
-                "retention": "workqueue",
-                "storage": "file",
-                "discard": "new",
-                "discard_new_per_subject": True,
-                "max_msgs_per_subject": settings.req_messages_per_subject_max,
-                "max_age": int(settings.req_max_age_s * SECOND),
-                "max_bytes": settings.req_bytes_max,
-                "max_consumers": settings.req_consumers_max,
-                "duplicate_window": int(settings.dedupe_window_s * SECOND),
-                "allow_msg_ttl": True,
-                "num_replicas": settings.nats_replicas,
-            }
-        )
-        await self._ensure_stream(
-            {
-                "name": subjects.JOB_STREAM,
-                "subjects": [subjects.JOB_SUBJECTS],
-                "retention": "workqueue",
-                "storage": "file",
-                "discard": "new",
-                "discard_new_per_subject": True,
-                "max_msgs_per_subject": settings.job_messages_per_subject_max,
-                "max_age": int(settings.job_max_age_s * SECOND),
-                "max_bytes": settings.job_bytes_max,
-                "max_consumers": settings.job_consumers_max,
-                "duplicate_window": int(settings.dedupe_window_s * SECOND),
-                "allow_msg_ttl": True,
-                "num_replicas": settings.nats_replicas,
-            }
-        )
-        await self._ensure_stream(
-            {
-                "name": subjects.RES_STREAM,
-                "subjects": [subjects.RES_SUBJECTS],
-                "retention": "limits",
-                "storage": "file",
-                "discard": "new",  # full: results wait in their workers, and none is lost
-                "max_msgs_per_subject": 1,
-                "max_age": int(settings.result_kept_s * SECOND),
-                "max_bytes": settings.result_bytes_max,
-                "duplicate_window": int(2 * settings.publish_timeout_s * SECOND),
-                "allow_msg_ttl": True,
-                "num_replicas": settings.nats_replicas,
-            }
-        )
-        await self._ensure_stream(
-            {
-                "name": subjects.DLQ_STREAM,
-                "subjects": [subjects.DLQ_SUBJECTS],
-                "retention": "limits",
-                "storage": "file",
-                "max_age": int(DEAD_LETTERS_KEPT_S * SECOND),
-                "max_bytes": 1 << 30,
-                "num_replicas": settings.nats_replicas,
-            }
-        )
-        await self._ensure_stream(
-            {
-                "name": subjects.USAGE_STREAM,
-                "subjects": [subjects.USAGE_SUBJECTS],
-                "retention": "limits",
-                "storage": "file",
-                "max_age": int(settings.usage_kept_s * SECOND),
-                "max_bytes": settings.usage_bytes_max,
-                "duplicate_window": int(settings.dedupe_window_s * SECOND),
-                "num_replicas": settings.nats_replicas,
-            }
-        )
+        for config in _streams(settings):
+            await self._ensure_stream(config)
         for bucket in _buckets(settings):
             await self._ensure_stream(bucket.config(settings.nats_replicas))
         await self._ensure_audit()
@@ -286,14 +279,11 @@ class Streams:
     async def _ensure_audit(self) -> None:
         """The last one: where the disk has no room for it, everything but the audit log works."""
         settings = self.settings
-        config = {
+        config = _kept(settings) | {
             "name": subjects.AUDIT_STREAM,
             "subjects": [subjects.AUDIT_SUBJECTS],
-            "retention": "limits",
-            "storage": "file",
             "max_age": int(settings.audit_kept_s * SECOND),
             "max_bytes": settings.audit_bytes_max,
-            "num_replicas": settings.nats_replicas,
         }
         try:
             await self._ensure_stream(config)
