@@ -6,6 +6,7 @@ import time
 
 from controller.autoscaler import Decision
 from shared import records, subjects
+from shared.background import end
 from shared.bus import Bus
 from shared.errors import Unavailable
 from shared.records import ScalingDecision
@@ -39,8 +40,7 @@ class Decisions:
                     await self._unwritten.join()
             except TimeoutError:
                 log.warning("%d scaling decisions are not recorded", self._unwritten.qsize())
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     async def recall(self) -> None:
         """Take in what was decided last, by another controller too. Raises Unavailable."""

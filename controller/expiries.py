@@ -10,6 +10,7 @@ import logging
 import time
 
 from shared import job_records, job_status, jobs, subjects, wire
+from shared.background import end
 from shared.bus import Bus
 from shared.errors import GenerationDeadline, HeadraceError, QueueDeadline, Unavailable
 from shared.jobs import GONE_S
@@ -40,9 +41,7 @@ class Expiries:
     async def close(self) -> None:
         if self._watch is not None:
             await self._watch.close()
-        if self._sweep is not None:
-            self._sweep.cancel()
-            await asyncio.gather(self._sweep, return_exceptions=True)
+        await end(self._sweep)
 
     def on_record(self, key: str, value: bytes | None) -> None:
         """A job's record is new or changed."""

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 
+from shared.background import end
 from shared.claim_check import DEAD_INPUTS, INPUTS, JOB_INPUTS
 from shared.errors import HeadraceError, NotFound
 from shared.objects import ObjectInfo, ObjectStore
@@ -38,9 +39,7 @@ class LeftoverInputs:
             self._task = asyncio.create_task(self._sweep(), name="leftover inputs")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     async def _sweep(self) -> None:
         try:

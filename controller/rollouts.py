@@ -20,6 +20,7 @@ from controller.orphans import rehome_orphans
 from controller.rollout import Facts, Work, advance, facts_of, findings, floors, waits_for
 from controller.tallies import Tallies
 from shared import deployments, rollouts, subjects
+from shared.background import end
 from shared.bus import Bus
 from shared.errors import Internal, QueueFull, Unavailable
 from shared.keyvalue import Watch
@@ -62,9 +63,7 @@ class Rollouts:
         ]
 
     async def close(self) -> None:
-        for task in self._searches.values():
-            task.cancel()
-        await asyncio.gather(*self._searches.values(), return_exceptions=True)
+        await end(*self._searches.values())
         for watch in self._watches:
             await watch.close()
 

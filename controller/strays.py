@@ -10,6 +10,7 @@ from typing import Any
 
 from controller.observer import VersionKey
 from shared import job_records, jobs, subjects, wire
+from shared.background import end
 from shared.bus import Bus
 from shared.claim_check import ClaimCheck
 from shared.errors import HeadraceError, Unavailable
@@ -79,9 +80,7 @@ class Strays:
                 self._tasks[name] = asyncio.create_task(self._sweep(name, route), name=f"jobs of {name}")
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end(*self._tasks.values())
 
     async def _sweep(self, name: VersionKey, route: Route) -> None:
         try:

@@ -16,6 +16,7 @@ from controller.observer import Observer, VersionKey
 from controller.starts import Starts
 from controller.strays import end_jobs
 from shared import records, subjects
+from shared.background import end
 from shared.bus import Bus
 from shared.errors import HeadraceError, ObjectsUnavailable, Unavailable, VersionFailed, VersionRetired
 from shared.records import Version
@@ -48,9 +49,7 @@ class Versions:
 
     async def close(self) -> None:
         """End what is under way."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end(*self._tasks.values())
 
     def step(self, starts: Mapping[VersionKey, Starts], staffed: set[VersionKey], now: float) -> None:
         """Start what is due. `staffed` are the versions that still have workers."""

@@ -10,6 +10,7 @@ import logging
 
 from controller.webhooks import Webhooks
 from shared import notices, rollouts, subjects, webhooks
+from shared.background import end
 from shared.bus import Bus
 from shared.errors import BadRequest, Unavailable
 from shared.keyvalue import Watch
@@ -56,9 +57,7 @@ class DeploymentEvents:
         self._task = asyncio.create_task(self._run(), name="webhooks of deployments")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         if self._watch is not None:
             await self._watch.close()
 

@@ -9,6 +9,7 @@ import logging
 
 from controller.webhooks import Webhooks
 from shared import job_events, job_records, results, subjects, wire
+from shared.background import Background
 from shared.bus import Bus, Message
 from shared.errors import HeadraceError, Unavailable
 from shared.leadership import Leadership
@@ -30,7 +31,7 @@ class JobEvents:
     def __init__(self, bus: Bus, leader: Leadership, webhooks: Webhooks) -> None:
         self._bus, self._leader, self._webhooks = bus, leader, webhooks
         self._puller: Puller | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
 
     async def start(self) -> None:
         """Raises Unavailable."""
@@ -42,20 +43,15 @@ class JobEvents:
         """What was not acked comes to the next leader."""
         if self._puller is not None:
             await self._puller.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _free(self) -> int:
         return AT_ONCE - len(self._tasks) if self._leader.leads else 0
 
     def _on_result(self, message: Message) -> None:
-        task = asyncio.create_task(self._take(message))
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+        self._tasks.do(self._take(message)).add_done_callback(self._done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _done(self, _: asyncio.Task[None]) -> None:
         if self._puller is not None:
             self._puller.pump()
 

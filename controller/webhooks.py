@@ -18,6 +18,7 @@ from controller.metrics import Metrics
 from controller.webhook_queue import Entry, Limits, WebhookQueue
 from controller.webhook_sender import Attempt, Sender
 from shared import notices, subjects, webhook_secrets, webhooks
+from shared.background import Background, end
 from shared.bus import Bus
 from shared.errors import BadRequest, Internal, Unavailable
 from shared.keyvalue import Watch
@@ -52,7 +53,7 @@ class Webhooks:
         self._notices: dict[str, Notice] = {}  # that wait, by key, as the watch told them
         self._changed = asyncio.Event()
         self._watch: Watch | None = None
-        self._attempts: set[asyncio.Task[None]] = set()
+        self._attempts = Background()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -62,10 +63,8 @@ class Webhooks:
 
     async def close(self) -> None:
         """What is being tried is tried again by the next leader."""
-        tasks = [*self._attempts, *([self._task] if self._task is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._task)
+        await self._attempts.close()
         if self._watch is not None:
             await self._watch.close()
         await self._sender.close()
@@ -116,9 +115,7 @@ class Webhooks:
             self._changed.clear()
             if self._leader.leads and self._bus.connected:
                 for key in self._queue.take(time.time()):
-                    attempt = asyncio.create_task(self._try(key, self._notices[key]))
-                    self._attempts.add(attempt)
-                    attempt.add_done_callback(self._attempts.discard)
+                    self._attempts.do(self._try(key, self._notices[key]))
             self._metrics.webhooks_waiting(len(self._queue))
             due = self._queue.next_due()
             wait_s = LOOK_S if due is None else min(LOOK_S, max(0.0, due - time.time()))

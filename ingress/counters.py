@@ -17,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from ingress.counter_scripts import SETTLE, TAKE
+from shared.background import end
 from shared.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,7 @@ class Counters:
             await asyncio.wait(pending, timeout=self._settings.limit_wait_s)
         self._usable, self._closing = False, True  # the client may swallow a cancellation that meets an answer
         self._wanted.set()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         self._fail(self._waiting)
 
     def take(self, keys: list[str], arguments: list[Any]) -> asyncio.Future[Answer]:

@@ -1,7 +1,5 @@
 """This ingress as a service that NATS's own tools find (`nats micro info headrace`): PING and INFO of the micro protocol."""
 
-import asyncio
-from collections.abc import Coroutine
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import msgspec
 
 from shared import subjects, wire
+from shared.background import Background
 from shared.bus import Bus, Message, Subscription
 
 DESCRIPTION = "Inference by any ingress of Headrace"
@@ -21,7 +20,7 @@ class Discovery:
     def __init__(self, bus: Bus, queue: str) -> None:
         self._bus, self._queue = bus, queue
         self._id = wire.new_id()
-        self._sending: set[asyncio.Task[Any]] = set()
+        self._sending = Background()
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -36,12 +35,7 @@ class Discovery:
 
     def _answer(self, data: bytes, message: Message) -> None:
         if message.reply:
-            self._send(self._bus.publish(message.reply, data))
-
-    def _send(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(work)
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+            self._sending.do(self._bus.publish(message.reply, data))
 
     def _ping(self) -> dict[str, Any]:
         said = {"name": subjects.SERVICE_NAME, "id": self._id, "version": version("headrace"), "metadata": {}}

@@ -16,6 +16,7 @@ import msgspec
 
 from shared import records, subjects
 from shared.actions import Deliver
+from shared.background import Background
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -61,7 +62,7 @@ class Keys:
 
     def __init__(self, store: KeyValue, settings: Settings) -> None:
         self.store, self.settings = store, settings
-        self._writes: set[asyncio.Task[None]] = set()
+        self._writes = Background()
 
     def claim(self, tenant: str, key: bytes, path: bytes, pin: bytes, body: bytes) -> "Claimed":
         """A key as a request has it in its header, bare or quoted, with what is asked for. Raises BadRequest."""
@@ -88,15 +89,11 @@ class Keys:
 
     def write(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do `work` whatever becomes of who wants it."""
-        task = asyncio.create_task(self._guarded(work))
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-        return task
+        return self._writes.do(self._guarded(work))
 
     async def close(self) -> None:
         """Wait for what is being written."""
-        if self._writes:
-            await asyncio.wait(self._writes, timeout=self.settings.publish_timeout_s)
+        await self._writes.finish(self.settings.publish_timeout_s)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:

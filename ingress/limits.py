@@ -18,6 +18,7 @@ from ingress.answers import Headers
 from ingress.counters import Answer, Counters
 from ingress.gcra import Bucket, Rate
 from shared import subjects
+from shared.background import end
 from shared.errors import ConcurrencyLimited, HeadraceError, RequestsLimited, TokensLimited
 from shared.peers import Peers
 from shared.settings import Settings
@@ -90,9 +91,7 @@ class Limiter:
         self._loop_task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        if self._loop_task is not None:
-            self._loop_task.cancel()
-            await asyncio.gather(self._loop_task, return_exceptions=True)
+        await end(self._loop_task)
         self._settle()
         await self._counters.close()
 

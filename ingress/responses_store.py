@@ -13,6 +13,7 @@ from ingress.keys import KeyValue
 from ingress.response_items import CallItem, Item, MessageItem
 from ingress.tool_calls.whole import call_id
 from shared import subjects
+from shared.background import Background
 from shared.errors import HeadraceError
 from shared.settings import Settings
 
@@ -63,7 +64,7 @@ class ResponsesStore:
 
     def __init__(self, store: KeyValue, settings: Settings) -> None:
         self._store, self._settings = store, settings
-        self._writes: set[asyncio.Task[bool]] = set()
+        self._writes = Background()
 
     async def keep(self, tenant: str, rid: str, kept: KeptResponse) -> bool:
         """Keep it, unless it is too large or that takes too long; whether that is certain."""
@@ -71,9 +72,7 @@ class ResponsesStore:
         if len(value) > self._settings.response_bytes_max:
             log.info("response %s%s is not kept: it has %d bytes", ID_PREFIX, rid, len(value))
             return False
-        task = asyncio.create_task(self._put(subjects.key(tenant, rid), value))
-        self._writes.add(task)  # it goes on when its client has left
-        task.add_done_callback(self._writes.discard)
+        task = self._writes.do(self._put(subjects.key(tenant, rid), value))  # it goes on when its client has left
         done, _ = await asyncio.wait({task}, timeout=self._settings.response_keep_wait_s)
         return task in done and task.result()
 
@@ -88,8 +87,7 @@ class ResponsesStore:
 
     async def close(self) -> None:
         """Wait for what is being written."""
-        if self._writes:
-            await asyncio.wait(self._writes, timeout=self._settings.publish_timeout_s)
+        await self._writes.finish(self._settings.publish_timeout_s)
 
     async def _put(self, key: str, value: bytes) -> bool:
         try:

@@ -21,6 +21,7 @@ from ingress.discovery import Discovery
 from ingress.identity import SCOPE_KEY, tenant_itself
 from ingress.service_call import TAKEN, ServiceCall, as_json
 from shared import subjects, wire
+from shared.background import Background
 from shared.bus import NO_RESPONDERS, Bus, Message, Subscription
 from shared.errors import HeadraceError, NotFound
 from shared.services import Asked, Routed
@@ -79,7 +80,7 @@ class Services:
         self._inbox = f"{bus.inbox}_service"
         self._calls: dict[str, ServiceCall] = {}  # by the token that a lost reply comes back with
         self._numbers = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
         self._taking: list[Subscription] = []
         self._discovery = Discovery(bus, QUEUE)
 
@@ -97,9 +98,7 @@ class Services:
             await subscription.unsubscribe()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _on_status(self, message: Message) -> None:
         call = self._calls.get(message.subject.rpartition(".")[2])
@@ -116,9 +115,7 @@ class Services:
         reply = message.headers.get(wire.HEADER_REPLY, message.reply)
         if not reply or (reply != message.reply and not (reply.startswith(own) and re.match(wire.ADDRESS, reply))):
             raise wire.Malformed("no address of its own for the answer")
-        task = asyncio.create_task(self._serve(tenant, names, message, reply))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.do(self._serve(tenant, names, message, reply))
 
     async def _serve(self, tenant: str, names: list[str], message: Message, reply: str) -> None:
         self._numbers += 1

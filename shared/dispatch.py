@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from shared import control, leftovers, subjects, wire
+from shared.background import Background, end
 from shared.bus import Bus, Message
 from shared.claim_check import ClaimCheck
 from shared.envelope import headers_of, limits_of
@@ -90,7 +91,7 @@ class Dispatcher:
         self._obstacles: dict[tuple[str, str], str] = {}  # versions whose workers do not start, for now
         self._withdrawals = Withdrawals()
         self._moving = asyncio.Semaphore(MOVES_AT_ONCE)
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -109,10 +110,8 @@ class Dispatcher:
             if not (stream.requester.resumable or stream.requester.keyed):
                 stream.cancel()
         await self._outbox.close()
-        tasks = [*self._background, *([self._ticker] if self._ticker is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._ticker)
+        await self._background.close()
         self._claim_check.close()
 
     @property
@@ -477,9 +476,7 @@ class Dispatcher:
             self.act(stream, requester.tick(now))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(self._guard(work))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background.do(self._guard(work))
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:

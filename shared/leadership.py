@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shared import subjects
+from shared.background import end
 from shared.bus import Bus
 from shared.errors import Internal, Unavailable
 from shared.records import Leader, decode_leader, encode
@@ -48,9 +49,7 @@ class Leadership:
 
     async def close(self) -> None:
         """Give the lead up, so that the next one need not wait for the TTL."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         if self.leads:
             self._until = 0.0
             try:

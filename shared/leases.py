@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from shared.background import end
 from shared.bus import Bus
 from shared.errors import Unavailable
 
@@ -27,9 +28,7 @@ class LeaseKeeper:
 
     async def stop(self) -> None:
         """End the lease: the process is gone in good order."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         try:
             await self._bus.kv_delete(self._bucket, self._key)
         except Unavailable as error:

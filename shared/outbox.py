@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 
 from shared import subjects, wire
+from shared.background import end
 from shared.bus import NO_RESPONDERS, Bus, Message
 from shared.errors import TooLarge
 
@@ -31,9 +32,7 @@ class Outbox:
     async def close(self) -> None:
         """Send what waits, and stop."""
         await self._flush()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     def put(self, worker: str, item: wire.Attach | wire.Release) -> None:
         """It leaves with whatever else there is for the worker by then."""

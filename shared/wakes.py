@@ -1,11 +1,13 @@
 """Hints to workers and the controller that something waits. A hint may be lost: whoever waits for one also looks by itself."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
 from shared import subjects
+from shared.background import Background
 from shared.wire import Malformed
 
 EVERY_S = 0.01  # of hints about one version: what comes in between is gathered
@@ -31,11 +33,11 @@ def decode(body: bytes) -> list[str] | None:
 class Hints:
     """Gathers hints about the lane fair, so that a flood costs a hundred a second, and sends the last one, too."""
 
-    def __init__(self, send: Callable[[str, bytes], Awaitable[None]]) -> None:
+    def __init__(self, send: Callable[[str, bytes], Coroutine[Any, Any, None]]) -> None:
         """`send(subject, body)`."""
         self._send = send
         self._gathered: dict[tuple[str, str], set[str]] = {}  # versions with a hint within the last EVERY_S
-        self._sending: set[asyncio.Future[None]] = set()
+        self._sending = Background()
 
     def hint(self, model: str, version: str, tenant: str) -> None:
         """`tenant` has something waiting in the lane fair."""
@@ -55,6 +57,4 @@ class Hints:
             asyncio.get_running_loop().call_later(EVERY_S, self._go_on, name)
 
     def _publish(self, name: tuple[str, str], tenants: set[str]) -> None:
-        task = asyncio.ensure_future(self._send(subjects.wake(*name), encode(tenants)))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._sending.do(self._send(subjects.wake(*name), encode(tenants)))

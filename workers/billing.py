@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shared import subjects, usage
+from shared.background import end
 from shared.errors import HeadraceError
 from shared.usage import UsageEvent
 from shared.wire import HEADER_MSG_ID, new_id
@@ -45,9 +46,7 @@ class Biller:
 
     async def stop(self) -> None:
         """Write what is here, as far as that goes at once."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         await self._flush()
         await self._try_kept()
         for subject, data, _ in self._kept:

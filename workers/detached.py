@@ -5,10 +5,10 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from shared import results, subjects, wire
+from shared.background import Background
 from shared.bus import Bus, Message
 from shared.errors import Cancelled, HeadraceError, ObjectsUnavailable, Poisoned, TooLarge, Unavailable
 from shared.records import Version
@@ -82,7 +82,7 @@ class Detached:
         )
         self.submitted = 0  # runs
         self._cancels: defaultdict[str, list[str]] = defaultdict(list)  # by rid: who waits for it to be settled
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self._settled = asyncio.Event()
 
     def __len__(self) -> int:
@@ -126,9 +126,7 @@ class Detached:
             self._out(handle, NAK)
 
     async def close(self) -> None:
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._background.close()
 
     def handles(self) -> list[str]:
         """The ack subjects to be kept alive."""
@@ -176,7 +174,9 @@ class Detached:
         except Malformed as error:
             log.error("a message on %s is not a job: %s", message.subject, error)
             subject = subjects.dead_letter_of(message.subject)
-            self._do(bury(self._bus, subject, message.data, message.headers, message.reply, str(error), self._out))
+            self._background.do(
+                bury(self._bus, subject, message.data, message.headers, message.reply, str(error), self._out)
+            )
             return
         self._inputs.hold(delivery.handle, delivery.request, delivery.tenant)
         self._act(self._table.message(delivery, time.monotonic()))
@@ -187,7 +187,7 @@ class Detached:
         for action in actions:
             match action:
                 case Look():
-                    self._do(self._look(action))
+                    self._background.do(self._look(action))
                 case Begin():
                     self._begin(action)
                 case Cut():
@@ -195,9 +195,9 @@ class Detached:
                     self._engine.cancel(action.run)
                     self._meter.ended(action.run)
                 case Save():
-                    self._do(self._save(action))
+                    self._background.do(self._save(action))
                 case Store():
-                    self._do(self._store(action))
+                    self._background.do(self._store(action))
                 case Settle():
                     self._settle(action)
                 case HandBack():
@@ -314,8 +314,3 @@ class Detached:
             result.gpu_s,
         )
         self._biller.add(delivery.tenant, event, settle.handles)
-
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from shared import subjects, wakes
+from shared.background import end
 from shared.bus import Bus, Message, Subscription
 from shared.errors import Unavailable
 from shared.records import Version
@@ -72,10 +73,8 @@ class FairPuller:
 
     async def stop(self) -> None:
         """Take no more messages. Returns when those that were asked for are here."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end(self._task)
+        self._task = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PULL_S):
                 while self._pulls and self._bus.connected:

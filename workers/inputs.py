@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
 
+from shared.background import Background
 from shared.bus import Bus
 from shared.claim_check import ClaimCheck
 from shared.errors import ObjectsUnavailable
@@ -27,7 +27,7 @@ class StoredInputs:
         self._retry_s = bus.settings.fetch_retry_s
         self._turn = asyncio.Semaphore(OPEN_MAX)
         self._held: dict[str, tuple[Request, str]] = {}  # by ack subject: the request and its tenant
-        self._removing: set[asyncio.Task[None]] = set()
+        self._removing = Background()
 
     def hold(self, handle: str, request: Request, tenant: str) -> None:
         """A message was pulled; `handle` is its ack subject."""
@@ -40,7 +40,7 @@ class StoredInputs:
         """A message was handed back, or (`ended`) is gone by our word."""
         held = self._held.pop(handle, None)
         if held is not None and ended:
-            self._remove(self.claim_check.discard(*held))
+            self._removing.do(self.claim_check.discard(*held))
 
     @contextlib.asynccontextmanager
     async def opened(self, request: Request, tenant: str) -> AsyncIterator[Request]:
@@ -56,8 +56,7 @@ class StoredInputs:
 
     async def close(self) -> None:
         """Remove what is to be removed, as far as that goes at once."""
-        if self._removing:
-            await asyncio.wait(self._removing, timeout=LAST_S)
+        await self._removing.finish(LAST_S)
         self.claim_check.close()
 
     async def _fetch(self, request: Request, tenant: str) -> Request:
@@ -72,8 +71,3 @@ class StoredInputs:
                 log.warning("the input of request %s: %s; trying again", request.rid, error.message)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, AGAIN_MAX_S)
-
-    def _remove(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._removing.add(task)
-        task.add_done_callback(self._removing.discard)

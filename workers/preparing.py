@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from shared.background import end
 from shared.errors import BadRequest, EngineFailed, HeadraceError
 from shared.wire import Request, Sampling, WireError
 from workers.engine.request import Engine
@@ -56,9 +57,7 @@ class Preparer:
             task.cancel()
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end(*self._tasks.values())
         self._thread.shutdown(cancel_futures=True)
 
     async def _prepare(

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 
 from shared import wire
+from shared.background import end
 from shared.bus import NO_RESPONDERS, Bus, Message
 from shared.errors import TooLarge
 
@@ -34,9 +35,7 @@ class Replier:
 
     async def stop(self) -> None:
         await self.flush()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     def send(self, address: str, item: Item) -> None:
         """Queue an item; it leaves with all others of this wake-up."""

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from shared import control, subjects, wire
+from shared.background import Background, end
 from shared.bus import Bus, Message
 from shared.errors import Unavailable
 from shared.pull import Puller
@@ -113,7 +113,7 @@ class WorkerServer:
         )
         self._outgoing: list[tuple[str, bytes]] = []  # acks and the like, in order
         self._outgoing_wake = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self._loops: list[asyncio.Task[None]] = []
         self._acted = asyncio.Event()
         self._silent = False  # the engine hangs: nothing is kept alive any more
@@ -165,9 +165,8 @@ class WorkerServer:
 
     async def stop(self) -> None:
         """Send what is pending and end the engine."""
-        for task in self._loops:
-            task.cancel()
-        await asyncio.gather(*self._loops, *self._background, return_exceptions=True)
+        await end(*self._loops)
+        await self._background.finish()
         await self._stop_claiming()
         await self._jobs.close()
         await self._preparer.close()
@@ -252,7 +251,9 @@ class WorkerServer:
         except Malformed as error:
             log.error("a message on %s is not a request: %s", message.subject, error)
             subject = subjects.dead_letter_of(message.subject)
-            self._do(bury(self._bus, subject, message.data, message.headers, message.reply, str(error), self._out))
+            self._background.do(
+                bury(self._bus, subject, message.data, message.headers, message.reply, str(error), self._out)
+            )
             return
         self._busy_at = time.time()
         self._inputs.hold(delivery.handle, delivery.request, delivery.tenant)
@@ -324,7 +325,9 @@ class WorkerServer:
                     self._out(action.handle, NAK)
                     handed_back = handed_back or subjects.is_fair(action.handle)
                 case DeadLetter():
-                    self._do(dead_letter(self._inputs.claim_check, action.delivery, action.reason, self._out))
+                    self._background.do(
+                        dead_letter(self._inputs.claim_check, action.delivery, action.reason, self._out)
+                    )
         if handed_back:
             self._out(subjects.wake(self._version.model, self._version.version), b"")
         self._acted.set()
@@ -419,7 +422,7 @@ class WorkerServer:
             self._metrics.count_table(self._table.redeliveries, self._table.orphans, self._table.outcomes)
             late = self._engine.stats().late
             if not self._table.draining and self._handback.is_due(late, now):
-                self._do(self._look_for_others(late))
+                self._background.do(self._look_for_others(late))
             expected = now + TICK_S
             await asyncio.sleep(TICK_S)
 
@@ -428,8 +431,3 @@ class WorkerServer:
             await self._handback.look(late)
         except Unavailable as error:
             log.warning("nobody can be asked to take %d late requests: %s", len(late), error.message)
-
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

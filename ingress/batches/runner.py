@@ -16,6 +16,7 @@ from ingress.context import Context
 from ingress.family import Family
 from ingress.files.store import Files
 from shared import subjects
+from shared.background import end
 from shared.bus import Bus
 from shared.errors import BatchNotFound, HeadraceError, Unavailable
 from shared.keyvalue import Watch
@@ -72,9 +73,7 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Let go of everything; another process goes on with it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         await self._stop()
         await self._leadership.close()
 
@@ -137,10 +136,7 @@ class BatchRunner:
 
     async def _stop(self) -> None:
         """End all runs as they are."""
-        tasks = [task for _, task in self._runs.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*(task for _, task in self._runs.values()))
         self._runs.clear()
         if self._watch is not None:
             await self._watch.close()
