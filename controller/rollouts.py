@@ -68,24 +68,12 @@ class Rollouts:
             await watch.close()
 
     def _on_deployment(self, key: str, value: bytes | None) -> None:
-        change = rollouts.DEPLOYMENTS.change(key, value)
-        if change is None:
-            return
-        if change.record is None:
-            self._deployments.pop(change.names[0], None)
-        else:
-            self._deployments[change.record.id] = change.record
-        self._on_change()
+        if rollouts.DEPLOYMENTS.follow(self._deployments, key, value):
+            self._on_change()
 
     def _on_route(self, key: str, value: bytes | None) -> None:
-        change = ROUTES.change(key, value)
-        if change is None:
-            return
-        if change.record is None:
-            self._routes.pop(change.names[0], None)
-        else:
-            self._routes[change.record.model] = change.record
-        self._on_change()
+        if ROUTES.follow(self._routes, key, value):
+            self._on_change()
 
     def crashed(self, name: VersionKey, how: str) -> None:
         """A worker ended by itself, whatever it was at."""

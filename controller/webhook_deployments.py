@@ -62,15 +62,9 @@ class DeploymentEvents:
             await self._watch.close()
 
     def _on_deployment(self, key: str, value: bytes | None) -> None:
-        change = rollouts.DEPLOYMENTS.change(key, value)
-        if change is None:
-            return
-        if change.record is None:
-            self._deployments.pop(change.names[0], None)
-            self._told.pop(change.names[0], None)
-        else:
-            self._deployments[change.record.id] = change.record
-        self._changed.set()
+        if rollouts.DEPLOYMENTS.follow(self._deployments, key, value):
+            self._told = {id_: serial for id_, serial in self._told.items() if id_ in self._deployments}
+            self._changed.set()
 
     async def _run(self) -> None:
         while True:

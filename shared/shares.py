@@ -26,13 +26,7 @@ class TenantShares:
             await self._watch.close()
 
     def on_change(self, key: str, value: bytes | None) -> None:
-        change = tenants.TENANTS.change(key, value)
-        if change is None:
-            return
-        if change.record is None:
-            self._tenants.pop(change.names[0], None)
-        else:
-            self._tenants[change.record.name] = change.record
+        tenants.TENANTS.follow(self._tenants, key, value)
 
     def weight(self, tenant: str) -> float:
         found = self._tenants.get(tenant)

@@ -75,6 +75,18 @@ class Stored(Generic[Record]):
         self._told.pop(key, None)
         return change
 
+    def follow(self, records: dict[str, Record], key: str, raw: bytes | None) -> bool:
+        """Keep `records`, by the one name of their keys, as a watch tells them. Whether it told something that can be read."""
+        change = self.change(key, raw)
+        if change is None:
+            return False
+        [name] = change.names
+        if change.record is None:
+            records.pop(name, None)
+        else:
+            records[name] = change.record
+        return True
+
     def _tell(self, key: str, raw: bytes | None, error: Internal) -> None:
         """Once for each value: a watch that is made anew tells everything again."""
         if key in self._told and self._told[key] == raw:
