@@ -70,7 +70,10 @@ def nats(directory: Path, port: int, monitor_port: int = 0) -> Server:
         + (f'http: "{HOST}:{monitor_port}"\n' if monitor_port else "")
     )
     argv = [binary("nats-server"), "--config", str(config)]
-    return Server(name="nats", argv=argv, env={}, directory=str(directory), url=f"nats://{HOST}:{port}")
+    env = {
+        "GOGC": "50"
+    }  # its heap is small beside what it throws away: it holds less of that, and sooner all it ever will
+    return Server(name="nats", argv=argv, env=env, directory=str(directory), url=f"nats://{HOST}:{port}")
 
 
 def objects(directory: Path, ports: ObjectPorts, access_key: str, secret_key: str) -> Server:
