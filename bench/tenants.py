@@ -6,8 +6,9 @@
 Real processes: NATS, a controller, workers; the requesters of all tenants are in this one. First the quiet tenant is
 alone, then the loud one keeps the batch full with nothing waiting, then it keeps 500 long generations open, and then it does
 so as a requester of its own over NATS. Two full steps are added to the first to have the second bound: a full step, which
-carries prompts beside the whole batch, takes the 99th percentile of what is between two tokens of the second. Then five tenants with weights 1 to 5 are backlogged, once by lanes, and once first come, first served (a burst
-without limit), in turn. docs/tenancy.md has the figures. The exit status is 1 where a bound is missed.
+carries prompts beside the whole batch, takes the 99th percentile of what is between two tokens of the second. Then five
+tenants with weights 1 to 5 are backlogged, once by lanes, and once first come, first served (a burst without limit), in turn.
+docs/tenancy.md has the figures. The exit status is 1 where a bound is missed.
 """
 
 import argparse
