@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shared import subjects, wire
 from shared.background import end
-from shared.bus import NO_RESPONDERS, Bus, Message
+from shared.bus import NO_RESPONDERS, Bus, Message, Subscription
 from shared.errors import TooLarge
 
 log = logging.getLogger(__name__)
@@ -20,19 +20,22 @@ class Outbox:
     def __init__(self, bus: Bus, owner: str, on_gone: Callable[[str], None]) -> None:
         """`owner`: as the dispatcher's. `on_gone(worker)`: what was sent to it had no responders."""
         self._bus, self._owner, self._on_gone = bus, owner, on_gone
-        self._replies = f"{bus.inbox}_ctl"
+        self._replies = f"{bus.inbox}_ctl_{wire.new_id()}"  # NATS tells one subscriber only that nobody is there
+        self._subscription: Subscription | None = None
         self._waiting: dict[str, list[wire.Attach | wire.Release]] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self._bus.subscribe(self._replies + ".*", self._on_status)
+        self._subscription = await self._bus.subscribe(self._replies + ".*", self._on_status)
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         """Send what waits, and stop."""
         await self._flush()
         await end(self._task)
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
 
     def put(self, worker: str, item: wire.Attach | wire.Release) -> None:
         """It leaves with whatever else there is for the worker by then."""
