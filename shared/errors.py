@@ -60,6 +60,14 @@ HeadraceError
 
 from typing import ClassVar
 
+# What a caller sent may be part of it, and it is stored, logged and sent to where less fits than in a request: the record of a
+# batch tells of up to 100 errors.
+MESSAGE_CHARACTERS_MAX = 1000
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MESSAGE_CHARACTERS_MAX else text[: MESSAGE_CHARACTERS_MAX - 3] + "..."
+
 
 class HeadraceError(Exception):
     """An error with a stable `code`, an HTTP `status` and whether the same request may succeed later (`retryable`)."""
@@ -71,8 +79,8 @@ class HeadraceError(Exception):
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _cut(message)
+        self.param = None if param is None else _cut(param)
         self.retry_after = retry_after  # seconds
 
     def body(self) -> dict[str, dict[str, str | None]]:

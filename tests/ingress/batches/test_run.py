@@ -11,6 +11,7 @@ from ingress.batches import life, store
 from ingress.batches.announcing import announcer
 from ingress.batches.progress import Superseded
 from ingress.batches.record import BatchRecord
+from ingress.batches.validation import PROBLEMS_MAX
 from ingress.batches.window import LOOK_EVERY_S
 from shared import notices, results, subjects
 from shared.bus import PAYLOAD_MARGIN_BYTES, Bus
@@ -172,6 +173,16 @@ def test_a_file_that_is_no_batch_says_where_and_nothing_of_it_runs(run_world: Ru
         assert world.workers.executed == {}
 
     run_world(work, batch_lines_max=12)
+
+
+def test_what_is_wrong_fits_into_the_record_however_long_the_lines_are(run_world: RunWorld) -> None:
+    async def work(world: World) -> None:
+        lines: list[Any] = [line(number, model=f"{number}" + "\x00" * 100_000) for number in range(PROBLEMS_MAX)]
+        batch = await world.finish(await world.create(lines))
+        assert (batch.status, len(batch.errors)) == ("failed", PROBLEMS_MAX)
+        assert {each.code for each in batch.errors} == {"model_not_found"}
+
+    run_world(work)
 
 
 def test_a_webhook_is_told_of_the_end(run_world: RunWorld) -> None:
