@@ -6,12 +6,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from ingress.batches.pace import Pace
 from ingress.files.store import FileRecord, Files
 from shared import refusals
 
 BOM = b"\xef\xbb\xbf"
 CUSTOM_ID_CHARACTERS_MAX = 512
 METHOD = "POST"
+LINES_AT_ONCE = 1024
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -54,11 +56,11 @@ def decode_line(data: bytes) -> Line:
 
 
 async def read_lines(files: Files, file: FileRecord, line_bytes_max: int, offset: int = 0) -> AsyncIterator[RawLine]:
-    """The lines from `offset` on that are not blank. A line that is longer than it may be is cut.
+    """The lines from `offset` on that are not blank. A line that is longer than it may be is cut, and the last one.
 
     Raises FileNotFound and ObjectsUnavailable.
     """
-    number, begin, held = 0, offset, b""
+    number, begin, held, pace = 0, offset, b"", Pace()
     while True:
         piece = await files.read(file, begin + len(held))
         lines = (held + piece).split(b"\n")
@@ -66,10 +68,13 @@ async def read_lines(files: Files, file: FileRecord, line_bytes_max: int, offset
         for data in lines:
             number += 1
             begin += len(data) + 1
+            if number % LINES_AT_ONCE == 0:
+                await pace.breathe()  # a file may have millions of blank ones
             if (data := _plain(data, number, offset)) and not data.isspace():
                 yield RawLine(number, data, begin)
-        if not piece or len(held) > line_bytes_max:
-            if (data := _plain(held, number + 1, offset)) and not data.isspace():
+        too_long = len(held) > line_bytes_max
+        if not piece or too_long:
+            if (data := _plain(held, number + 1, offset)) and (too_long or not data.isspace()):
                 yield RawLine(number + 1, data, begin + len(held))
             return
 

@@ -9,7 +9,7 @@ from python_multipart.multipart import MultipartParser
 from shared.errors import BadRequest, TooLarge, Unsupported
 
 FIELD_BYTES_MAX = 1024
-FIELDS_MAX = 16
+PARTS_MAX = 16  # the file and what is said of it, with room for what was sent twice
 FILENAME_CHARACTERS_MAX = 255
 FILE, PURPOSE = "file", "purpose"
 KNOWN = {FILE, PURPOSE}
@@ -29,6 +29,7 @@ class Form:
         self._disposition = self._header = b""
         self._data: list[bytes] = []  # of the file, not given out yet
         self._field: list[bytes] = []
+        self._parts = 0
         self._ended = False
         said = _parameters(content_type)
         boundary = said.get_param("boundary")
@@ -68,6 +69,9 @@ class Form:
     # -- what the parser finds -----------------------------------------------------------------------------------------
 
     def _on_part(self) -> None:
+        self._parts += 1
+        if self._parts > PARTS_MAX:
+            raise BadRequest(f"the form has more than {PARTS_MAX} parts")
         self._name, self._disposition = "", b""
         self._field = []
 

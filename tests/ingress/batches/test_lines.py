@@ -53,6 +53,33 @@ def test_a_line_without_an_end_is_cut() -> None:
     assert LINE_BYTES_MAX < len(found[1].data) <= LINE_BYTES_MAX + 20
 
 
+def test_what_comes_after_a_blank_that_is_too_long_is_not_left_out_without_a_word() -> None:
+    found = lines_of(b" " * 1000 + b"\nlast", 20)
+    assert [each.number for each in found] == [1]
+    assert len(found[0].data) > LINE_BYTES_MAX
+
+
+def test_blank_lines_do_not_keep_the_loop_from_others() -> None:
+    data = b"\n" * 300_000
+    file = FileRecord(id="f", tenant="t", filename="", purpose="batch", bytes=len(data), created_at=0)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read() -> None:
+        other = asyncio.create_task(others())
+        async for _ in read_lines(Pieces(data, len(data)), file, LINE_BYTES_MAX):  # type: ignore[arg-type]
+            raise AssertionError("they are blank")
+        other.cancel()
+
+    asyncio.run(read())
+    assert turns > 2
+
+
 def batch(tenant: str, created_at: int) -> BatchRecord:
     return BatchRecord(
         id=f"b{created_at}",

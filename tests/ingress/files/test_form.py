@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingress.files.form import FIELD_BYTES_MAX, Form
+from ingress.files.form import FIELD_BYTES_MAX, PARTS_MAX, Form
 from shared.errors import BadRequest, TooLarge, Unsupported
 
 TYPE = 'multipart/form-data; boundary="xyz"'
@@ -64,6 +64,7 @@ def test_a_name_has_no_path(given: str, kept: str) -> None:
         (form_of(part("expires_after[seconds]", b"3600")), Unsupported, "expires_after[seconds]"),
         (form_of(b"--xyz\r\nContent-Type: text/plain\r\n\r\nhi\r\n"), Unsupported, None),
         (part("file", b"1", "f"), BadRequest, None),
+        (form_of(*[part("purpose", b"batch")] * (PARTS_MAX + 1)), BadRequest, None),
         (b"no form at all", BadRequest, None),
         (b"", BadRequest, None),
         (b"--xyz\r\n" + b"a: b\r\n" * 20 + b"\r\n", BadRequest, None),
