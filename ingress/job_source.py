@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from ingress.family import Admitted, Choice, Family, decode_framing
-from shared import job_status, subjects
+from shared import job_records, job_status, results, subjects
 from shared.actions import Deliver
 from shared.bus import Bus, Message
 from shared.errors import Diverged, HeadraceError, JobNotFound, by_code
@@ -123,14 +123,45 @@ async def wait_ended(
     bus: Bus, record: JobRecord, timeout_s: float, give_up: Callable[[], bool] = lambda: False
 ) -> State | None:
     """What has become of a job, once it has ended, after so long, or soon after `give_up` says so; None: it is not known any
-    more. Raises Unavailable."""
+    more. Raises Unavailable.
+
+    What it has come to so far is not read: hundreds may wait for one long job, and all would read all of it each second.
+    """
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
-    async with open_source(bus, record) as source:
-        with contextlib.suppress(StopAsyncIteration, HeadraceError):  # what it ended with is read anew
-            while not give_up() and (left := until - loop.time()) > 0:
-                await source.next(min(left, GIVE_UP_S))
+    news = asyncio.Event()
+
+    def on_news(_: Message) -> None:
+        news.set()
+
+    subscription = await bus.subscribe(subjects.result(record.tenant, record.id), on_news)
+    try:
+        while not give_up() and (left := until - loop.time()) > 0 and not await _is_over(bus, record):
+            await _hear(news, min(left, LOOK_S), give_up)
+    finally:
+        await subscription.unsubscribe()
     return await job_status.look(bus, record.tenant, record.id)
+
+
+async def _is_over(bus: Bus, record: JobRecord) -> bool:
+    """Whether a job has ended, or is not known any more."""
+    known, result = await asyncio.gather(
+        job_records.read(bus, record.tenant, record.id), results.read_result(bus, record.tenant, record.id)
+    )
+    return known is None or result is not None
+
+
+async def _hear(news: asyncio.Event, seconds: float, give_up: Callable[[], bool]) -> None:
+    """Return once what there is news of is stored, after so long, or soon after `give_up` says so."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while not news.is_set() and not give_up() and (left := until - loop.time()) > 0:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(left, GIVE_UP_S)):
+                await news.wait()
+    if news.is_set():
+        news.clear()
+        await asyncio.sleep(STORED_S)
 
 
 class StoredAnswer(msgspec.Struct):

@@ -15,7 +15,7 @@ from ingress.routes.chat import Chat
 from ingress.routes.completions import Completions
 from ingress.routes.embeddings import Embeddings
 from ingress.routes.messages import Messages
-from shared import job_records, job_status, results, wire
+from shared import job_records, job_status, results, subjects, wire
 from shared.bus import Bus
 from shared.dispatch import Delta
 from shared.errors import Diverged, EngineFailed, JobNotFound
@@ -160,6 +160,47 @@ def test_the_end_of_a_job_is_waited_for(nats_server: Any) -> None:
         state = await waiting
         assert state is not None
         assert (state.status, time.monotonic() - begun < 1.5) == ("completed", True)
+
+    with_bus(nats_server.url, work)
+
+
+def test_who_waits_for_the_end_reads_nothing_of_what_the_job_has_come_to_so_far(
+    nats_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(bus: Bus) -> None:
+        record = await made(bus)
+        saved = await results.save(bus, "a", record.id, checkpoint(part(1)), 0)
+        read: list[str] = []
+        looked = asyncio.Event()
+        last_message = bus.last_message
+
+        async def reading(stream: str, subject: str) -> Any:
+            read.append(subject)
+            looked.set()
+            return await last_message(stream, subject)
+
+        monkeypatch.setattr(bus, "last_message", reading)
+        waiting = asyncio.create_task(wait_ended(bus, record, 15))
+        await looked.wait()
+        assert saved is not None
+        await results.save(bus, "a", record.id, checkpoint(part(2)), saved)
+        assert await wait_ended(bus, record, 0.1) is not None
+        assert read.count(subjects.checkpoint("a", record.id)) == 1, "to tell what it is, once the time is over"
+        await results.store(bus, "a", record.id, ended(part(4, "stop")))
+        assert (await waiting) is not None
+        assert read.count(subjects.checkpoint("a", record.id)) == 2
+
+    with_bus(nats_server.url, work)
+
+
+def test_who_waits_for_a_job_that_is_deleted_learns_of_it(nats_server: Any) -> None:
+    async def work(bus: Bus) -> None:
+        record = await made(bus)
+        waiting = asyncio.create_task(wait_ended(bus, record, 15))
+        await job_records.remove(bus, "a", record.id)
+        begun = time.monotonic()
+        assert await waiting is None
+        assert time.monotonic() - begun < 5
 
     with_bus(nats_server.url, work)
 
