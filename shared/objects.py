@@ -203,6 +203,17 @@ class ObjectStore:
         """The same, all at once."""
         return [*self.each(prefix)]
 
+    def abort_uploads(self, prefix: str, before: float) -> int:
+        """Give up uploads to keys that begin with `prefix`, begun before that time (unix seconds) and never completed: what
+        they brought takes room and is in no list of objects. How many; some hundred at a time."""
+        with self._errors():
+            # the SDK has these calls for its own use alone
+            found = self._client._list_multipart_uploads(self.bucket, prefix=prefix)
+            old = [each for each in found.uploads if each.initiated_time and each.initiated_time.timestamp() < before]
+            for each in old:
+                self._client._abort_multipart_upload(self.bucket, each.object_name, str(each.upload_id))
+        return len(old)
+
     def remove(self, key: str) -> None:
         """Remove an object; not an error if it is not there."""
         with self._errors(key):

@@ -1,11 +1,12 @@
 import asyncio
 import secrets
+import time
 
 import pytest
 from msgspec.structs import replace
 
 from controller import leftover_inputs
-from controller.leftover_inputs import EVERY_S, LeftoverInputs, remove_leftovers
+from controller.leftover_inputs import EVERY_S, UPLOAD_S, LeftoverInputs, remove_leftovers
 from shared.claim_check import DEAD_INPUTS, INPUTS, JOB_INPUTS
 from shared.errors import ObjectsUnavailable
 from shared.objects import ObjectStore
@@ -71,3 +72,19 @@ def test_a_sweep_comes_again_and_again_and_a_store_that_is_away_ends_none(
     asyncio.run(work())
     assert len(times) == 2
     assert [each.key for each in objects.each("")] == [DEAD, JOB, OTHER]
+
+
+def test_uploads_that_were_never_completed_leave_nothing(settings: Settings) -> None:
+    objects, _ = fill(settings)
+    for key in ("files/t/f", OTHER, "anothers/x"):
+        objects._client._create_multipart_upload(settings.s3_bucket, key, {})
+    now = time.time()
+
+    def left() -> list[str]:
+        found = objects._client._list_multipart_uploads(settings.s3_bucket)
+        return sorted(each.object_name for each in found.uploads)
+
+    assert remove_leftovers(settings, now) == 0
+    assert left() == ["anothers/x", "files/t/f", OTHER]
+    assert remove_leftovers(settings, now + UPLOAD_S + 60) == 2
+    assert left() == ["anothers/x"]
