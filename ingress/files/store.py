@@ -1,6 +1,7 @@
 """What is kept of files: a record in the bucket `files`, and the bytes as an object. Keys are of the tenant's own.
 
-The object is complete before the record names it, and the record goes before the object: what has a record can be read.
+The object is complete before the record names it, and goes before the record: one that cannot be removed now, since the store
+is away, has an owner who asks for it again.
 """
 
 import asyncio
@@ -98,9 +99,9 @@ class Files:
         await self._bus.kv_put(subjects.FILES_BUCKET, key, msgspec.json.encode(record))
 
     async def delete(self, record: FileRecord) -> None:
-        """Raises Unavailable."""
-        await self._bus.kv_purge(subjects.FILES_BUCKET, subjects.key(record.tenant, record.id))
+        """Raises Unavailable and ObjectsUnavailable: it is there as before, or its record alone is."""
         await self.call(lambda objects: objects.remove(object_key(record.tenant, record.id)))
+        await self._bus.kv_purge(subjects.FILES_BUCKET, subjects.key(record.tenant, record.id))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from ingress.batches import store
 from ingress.batches.record import BatchRecord
@@ -14,6 +15,7 @@ from ingress.files.store import object_key
 from shared import tenancy
 from shared.audit import Actor
 from shared.bus import Bus
+from shared.errors import ObjectsUnavailable
 from shared.objects import ObjectStore
 from shared.settings import Settings
 from shared.tenancy import NewKey, NewTenant
@@ -111,6 +113,26 @@ def test_a_refused_upload_leaves_nothing(nats_server: Any, s3_settings: Settings
         assert (await client.get("/v1/files")).json()["data"] == []
         assert await asyncio.to_thread(store_.list, "") == []
         assert (await upload(client, b"x" * 100_000)).status_code == 200
+
+    run(own, work)
+
+
+def test_a_file_that_cannot_be_removed_now_is_there_as_before(
+    nats_server: Any, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = settings(s3_settings, nats_server)
+
+    def away(_: ObjectStore, key: str) -> None:
+        raise ObjectsUnavailable("the store is away")
+
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        file_id = (await upload(client)).json()["id"]
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "remove", away)
+            assert refusal(await client.delete(f"/v1/files/{file_id}"))[:2] == (503, "objects_unavailable")
+        assert (await client.get(f"/v1/files/{file_id}/content")).status_code == 200
+        assert (await client.delete(f"/v1/files/{file_id}")).status_code == 200
+        assert await asyncio.to_thread(ObjectStore(own).list, "") == []
 
     run(own, work)
 
