@@ -156,7 +156,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # files and batches
     file_bytes_max: int = 200_000_000
     files_max: int = 1000  # of a tenant
-    file_uploads_max: int = 4  # at the same time, of one ingress; others wait. Each takes some 25 MiB
+    file_uploads_max: int = (
+        4  # at the same time, of one ingress, half of them of one tenant; others wait. Each takes 25 MiB
+    )
     file_upload_s: float = 3600.0  # how long one may take
     batch_lines_max: int = 50_000
     batches_open_max: int = 100  # of a tenant

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -23,6 +24,16 @@ class Uploads:
     def __init__(self, context: Context, files: Files) -> None:
         self._context, self._files = context, files
         self._turns = asyncio.Semaphore(context.settings.file_uploads_max)
+        self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = (
+            WeakValueDictionary()
+        )  # by tenant, while it has any
+
+    def _own_turns(self, tenant: str) -> asyncio.Semaphore:
+        """Half of all: uploads may take as long as their clients like, and those of others must not wait for them."""
+        own = self._turns_of.get(tenant)
+        if own is None:
+            own = self._turns_of[tenant] = asyncio.Semaphore(max(1, self._context.settings.file_uploads_max // 2))
+        return own
 
     async def take(self, request: Request, tenant: str) -> FileRecord:
         """Store the file of a form.
@@ -36,7 +47,7 @@ class Uploads:
         await self._files.check_room(tenant)
         file_id = new_id(ID_PREFIX)
         try:
-            async with asyncio.timeout(settings.file_upload_s), self._turns:
+            async with asyncio.timeout(settings.file_upload_s), self._own_turns(tenant), self._turns:
                 stored = await self._store(form, request.receive, tenant, file_id)
         except TimeoutError:
             raise BodyTimeout(f"the file did not arrive within {settings.file_upload_s:g} s") from None
