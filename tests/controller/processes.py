@@ -18,13 +18,14 @@ METRICS = re.compile(r"metrics at (http://\S+)")
 
 
 class Process:
-    """`python -m controller.main` with workers that are stand-ins."""
+    """`python -m controller.main` with workers that are stand-ins; what a dead one was told of comes again within a second."""
 
     def __init__(self, settings: Settings, log: Path, fault_point: str = "") -> None:
         self._log = log
         script = (
             "import sys; from controller.scalers import process; from controller import main; "
-            "from shared.settings import load; "
+            "from shared import streams; from shared.settings import load; "
+            "streams.RESULT_ACK_WAIT_S = 1.0; "
             f"process.WORKER_COMMAND = (sys.executable, {str(Path(__file__).parent / 'stand_in_worker.py')!r}, 'serve'); "
             "process.ProcessScaler.__init__.__defaults__ = (process.WORKER_COMMAND,); main.main(load())"
         )

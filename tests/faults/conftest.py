@@ -16,7 +16,7 @@ from ..workers.conftest import Fleet, read, run_fleet
 
 __all__ = ["run_fleet"]
 
-FAST = {"ack_wait_s": 2.0, "in_progress_every_s": 0.5, "pull_expires_s": 1.0}  # a redelivery within three seconds
+FAST = {"ack_wait_s": 1.0, "in_progress_every_s": 0.3, "pull_expires_s": 1.0}  # a redelivery within two seconds
 CONSUMER = subjects.consumer(subjects.LANE_FAST, subjects.requests_of_lane("m", "v", subjects.LANE_FAST))
 
 

@@ -93,21 +93,21 @@ def test_a_requester_behind_a_partition_goes_on_when_it_ends(run_fleet: RunFleet
             fleet.dispatcher = Dispatcher(bus, settings)
             await fleet.dispatcher.start()
             try:
-                streams = [await fleet.submit(f"p {number}", max_tokens=250) for number in range(5)]
+                streams = [await fleet.submit(f"p {number}", max_tokens=180) for number in range(5)]
                 heads = [await stream.next(10) for stream in streams]
                 proxy.stall()
-                await asyncio.sleep(2)
+                await asyncio.sleep(1.2)  # longer than whoever hears nothing waits before it asks
                 proxy.restore()
                 found = await answers(streams, heads)
                 await proxy.sever()
-                later = asyncio.create_task(fleet.submit("p 0", max_tokens=250))
+                later = asyncio.create_task(fleet.submit("p 0", max_tokens=180))
                 await until(lambda: not bus.connected)
                 await proxy.start()
                 assert await answers([await later]) == found[:1]
             finally:
                 await fleet.dispatcher.close()
                 await bus.close()
-        assert all(len(each) == 250 for each in found)
+        assert all(len(each) == 180 for each in found)
         await fleet.idle()
 
     run_fleet(work, source="sim:fixed-10ms", publish_timeout_s=10.0)
@@ -120,8 +120,8 @@ def test_a_worker_behind_a_partition_is_replaced_and_fenced(run_fleet: RunFleet)
             fleet.settings = replace(ours, nats_url=url)
             await workers_of(fleet, 1)
             fleet.settings = ours
-            wanted = await answers([await fleet.submit(f"p {number}", max_tokens=200) for number in range(4)])
-            streams = [await fleet.submit(f"p {number}", max_tokens=200) for number in range(4)]
+            wanted = await answers([await fleet.submit(f"p {number}", max_tokens=120) for number in range(4)])
+            streams = [await fleet.submit(f"p {number}", max_tokens=120) for number in range(4)]
             heads = [await stream.next(10) for stream in streams]
             proxy.stall()
             await fleet.active(fleet.spawn())

@@ -75,7 +75,7 @@ def test_the_sdk_runs_one_in_the_background_looks_at_it_and_goes_on_after_it(sit
 
 def test_its_stream_goes_on_from_any_event_at_another_ingress_when_its_own_dies(site: Site) -> None:
     async def work() -> None:
-        body = asked(site, "resumed", 300, background=True, stream=True)
+        body = asked(site, "resumed", 150, background=True, stream=True)
         stream = Stream()
         await site.read(stream, "POST", site.first.url + RESPONSES, 40, json=body)
         kinds = [event["type"] for event in stream.events[:5]]
@@ -83,7 +83,7 @@ def test_its_stream_goes_on_from_any_event_at_another_ingress_when_its_own_dies(
         identity = stream.events[0]["response"]["id"]
         site.first.kill()
         got = stream.events
-        for events_max in (60, 60, None):
+        for events_max in (30, 30, None):
             got += await told(site, site.second, identity, got[-1]["sequence_number"], events_max)
         await site.both_ingresses()
         whole = await told(site, site.first, identity)

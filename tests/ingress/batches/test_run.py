@@ -341,7 +341,7 @@ def test_a_runner_that_lost_the_lead_or_the_record_writes_nothing_more(run_world
 def test_the_window_bounds_what_waits_and_what_is_ahead(run_world: RunWorld) -> None:
     async def work(world: World) -> None:
         world.workers.held = lambda rid: True
-        made = await world.create([line(number) for number in range(400)])
+        made = await world.create([line(number) for number in range(200)])
         running = asyncio.create_task((await world.run(made)).run())
 
         async def jobs() -> int:
@@ -358,7 +358,7 @@ def test_the_window_bounds_what_waits_and_what_is_ahead(run_world: RunWorld) -> 
         assert len(world.workers.executed) <= 80 + 32, "a first line that is late holds the others back"
         world.workers.held = lambda rid: False
         await running
-        assert (await world.read(made)).completed == 400
+        assert (await world.read(made)).completed == 200
 
     run_world(work, batch_waiting_max=40, batch_ahead_max=80)
 
