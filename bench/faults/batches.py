@@ -15,10 +15,11 @@ from typing import Any
 
 import httpx
 import msgspec
+import psutil
 
 from faults.processes import REPOSITORY, environment, resident_bytes
 from headrace.stack import state
-from shared import records, registry, subjects, usage
+from shared import subjects, usage
 from shared.bus import Bus
 from shared.errors import HeadraceError
 
@@ -85,10 +86,14 @@ class Stack:
         assert process.returncode == 0, said.decode()
         return said.decode()
 
-    async def workers(self) -> list[int]:
-        """The pids of the workers that live."""
-        leases = await registry.read_bucket(self.bus, subjects.WORKERS_BUCKET, records.LEASES)
-        return [lease.pid for lease in leases if resident_bytes(lease.pid)]
+    def workers(self) -> list[int]:
+        """The pids of the workers that live. The bus is not asked: it may have been killed a moment ago."""
+        found = []
+        for process in psutil.Process(self.state.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "--worker-id" in process.cmdline():
+                    found.append(process.pid)
+        return found
 
 
 class Run:
@@ -125,7 +130,7 @@ class Run:
                 if process.returncode is not None:
                     outcome.problems.append(f"it ended before {', '.join(victims)} could be killed")
                     break
-                await self._kill(victims)
+                self._kill(victims)
                 say(f"{self._progress[0]} of {self._progress[1]} lines: killed {outcome.killed[-1]}")
             said, _ = await process.communicate()
         outcome.seconds = time.monotonic() - begin
@@ -155,10 +160,10 @@ class Run:
         each = [["worker"], *([name] for name in SERVERS)]
         return [*each, ["worker", *SERVERS]] if everything else each
 
-    async def _kill(self, names: list[str]) -> None:
+    def _kill(self, names: list[str]) -> None:
         pids: list[int] = []
         for name in names:
-            pids += await self._stack.workers() if name == "worker" else [self._stack.state.processes[name].pid]
+            pids += self._stack.workers() if name == "worker" else [self._stack.state.processes[name].pid]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
