@@ -15,10 +15,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from headrace.cli import app
 from headrace.stack import ports, servers
-from headrace.stack.state import client_settings
+from headrace.stack.state import client_settings, running
+from headrace.status import collect
 from shared.lifeline import die_with_parent
 from shared.settings import Settings
 
@@ -271,7 +275,11 @@ class LocalStack:
 
     def __init__(self, data: Path, env: dict[str, str] | None = None) -> None:
         self.data = data
-        self.env = dict(os.environ) | {"HEADRACE_DRAIN_BUDGET_S": "5"} | (env or {})
+        quick = {
+            "HEADRACE_DRAIN_BUDGET_S": "5",
+            "HEADRACE_LEASE_EVERY_S": "0.25",
+        }  # what workers hold is looked at often
+        self.env = dict(os.environ) | quick | (env or {})
 
     def command(self, *arguments: str) -> list[str]:
         """The command line of `headrace --data <data> ...`."""
@@ -298,15 +306,15 @@ class LocalStack:
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
     def push(self, source: str | Path, name: str, *arguments: str, version: str = "v1") -> None:
-        """Push a version and wait until it is available."""
-        ran = self.headrace("models", "push", str(source), "--name", name, "--version", version, *arguments)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
+        """Push a version and wait until it is available, by the command line without a process for it."""
+        command = ["models", "push", str(source), "--name", name, "--version", version, *arguments]
+        ran = CliRunner().invoke(app, ["--data", str(self.data), *command], env=self.env)
+        assert ran.exit_code == 0, f"{ran.output}{ran.exception}"
 
     def status(self) -> dict[str, Any]:
-        """What `headrace status --json` prints."""
-        ran = self.headrace("status", "--json")
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        status: dict[str, Any] = json.loads(ran.stdout)
+        """What `headrace status --json` prints, without a process for each look."""
+        found = asyncio.run(collect(client_settings(self.env, data_dir=str(self.data)), running(self.data)))
+        status: dict[str, Any] = msgspec.to_builtins(found)
         return status
 
     @property
@@ -326,9 +334,11 @@ class LocalStack:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """A running stack without models that the whole run shares: push under names of your own, and never stop it."""
-    stack = LocalStack(tmp_path_factory.mktemp("stack") / "data")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A running `e2e.conftest.Stack` without models that the whole run shares: push under names of your own, never stop it."""
+    from .e2e.conftest import Stack
+
+    stack = Stack(tmp_path_factory.mktemp("stack") / "data")
     stack.up()
     yield stack
     stack.down()

@@ -91,7 +91,7 @@ class Stack(LocalStack):
         return [each for each in self.status()["workers"] if each["model"] == model and each["state"] == state]
 
     def worker(self, model: str, **said: Any) -> dict[str, Any]:
-        """The lease of the model's only active worker, once it says `said`: what it holds is a second old at most."""
+        """The lease of the model's only active worker, once it says `said`: what it holds is some 0.3 s old at most."""
 
         def found() -> dict[str, Any] | None:
             leases = self.workers(model)

@@ -81,17 +81,6 @@ def test_a_stack_from_up_to_down(own_stack: Any) -> None:
 
 
 @pytest.mark.e2e
-def test_kill_9_of_the_supervisor_leaves_nothing(own_stack: Any) -> None:
-    own_stack.up()
-    own_stack.push("sim:zero", "zero", "--min-replicas", "1")
-    until(lambda: own_stack.status()["workers"])
-    assert len(processes_of(own_stack.data)) >= 7  # supervisor, three servers, ingress, controller, worker
-    os.kill(own_stack.state["pid"], signal.SIGKILL)
-    until(lambda: not processes_of(own_stack.data), budget_s=10)
-    assert state.holder(own_stack.data) is None
-
-
-@pytest.mark.e2e
 def test_ctrl_c_in_the_terminal_ends_everything_in_order(own_stack: Any) -> None:
     with subprocess.Popen(
         own_stack.command("up", "--port", "0", "--no-demo"),
