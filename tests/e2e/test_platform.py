@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 
+from headrace.stack import state
 from shared import manifests
 from shared.objects import ObjectStore
 
@@ -23,7 +25,7 @@ from .conftest import CHAT, COMPLETIONS, Answer, Stack, ended, wait_for
 pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).parents[2]
-MILL = {"input": "the river", "max_tokens": 40, "temperature": 0}
+MILL: dict[str, Any] = {"input": "the river", "max_tokens": 40, "temperature": 0}
 
 
 def completion(model: str, max_tokens: int, prompt: str = "hello there", **more: Any) -> dict[str, Any]:
@@ -53,17 +55,28 @@ def test_two_hundred_streams_are_contiguous(sims: Stack) -> None:
 
 
 def test_twenty_streams_each_survive_a_killed_worker(sims: Stack) -> None:
-    wanted = sims.stream("/v1/models/slow/infer", MILL)
-    for round_number in range(20):
-        worker = sims.worker("slow")
+    """Four at a time, whose worker is killed at another token each time."""
+    bodies = [("/v1/models/slow/infer", MILL | {"input": f"the river {number}"}) for number in range(4)]
+    wanted = asyncio.run(sims.streams(bodies))
+    for at in range(3, 23, 4):
+        pid = sims.worker("slow")["pid"]
+        begun: dict[int, Answer] = {}
+        at_the_kill: list[int] = []
 
-        def kill_in_the_middle(answer: Answer, pid: int = worker["pid"], at: int = 3 + round_number) -> None:
-            if len(answer.events) == at:
+        def kill_in_the_middle(
+            answer: Answer, pid: int = pid, at: int = at, begun: Any = begun, at_the_kill: list[int] = at_the_kill
+        ) -> None:
+            begun[id(answer)] = answer
+            events = [len(each.events) for each in begun.values()]
+            if not at_the_kill and len(events) == len(bodies) and min(events) >= at:
+                at_the_kill.extend(events)
                 sims.kill(pid)
 
-        answer = sims.stream("/v1/models/slow/infer", MILL, kill_in_the_middle)
-        assert answer.done
-        assert answer.events[:-1] == wanted.events[:-1]
+        answers = asyncio.run(sims.streams(bodies, kill_in_the_middle))
+        assert at <= max(at_the_kill) < MILL["max_tokens"]
+        for answer, other in zip(answers, wanted, strict=True):
+            assert answer.done
+            assert answer.events[:-1] == other.events[:-1]
     sims.idle()
 
 
@@ -197,24 +210,22 @@ def test_bad_input_left_nothing_behind(sims: Stack) -> None:
     assert sims.stream(COMPLETIONS, completion("zero", 5)).done
 
 
-def test_an_object_store_that_is_down_at_cold_start_is_waited_for(fresh_stack: Stack, tiny_model: Path) -> None:
-    fresh_stack.push(str(tiny_model), "tiny")
-    pid = fresh_stack.status()["processes"]["objects"]["pid"]
+def test_an_object_store_that_is_down_at_cold_start_is_waited_for(sims: Stack, tiny_model: Path) -> None:
+    sims.push(str(tiny_model), "tiny")
+    pid = sims.status()["processes"]["objects"]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        with socket.create_connection(
-            (fresh_stack.url[7:].split(":")[0], int(fresh_stack.url.rsplit(":", 1)[1]))
-        ) as parked:
+        with socket.create_connection((sims.url[7:].split(":")[0], int(sims.url.rsplit(":", 1)[1]))) as parked:
             body = msgspec.json.encode(completion("tiny", 4, prompt="a"))
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
             parked.sendall(head.encode() + body)
-            wait_for(lambda: fresh_stack.workers("tiny", "starting"), what="a worker that starts")
+            wait_for(lambda: sims.workers("tiny", "starting"), what="a worker that starts")
             os.kill(pid, signal.SIGCONT)
             parked.settimeout(60)
             assert b" 200 " in parked.recv(65536)
     finally:
         os.kill(pid, signal.SIGCONT)
-    fresh_stack.idle()
+    sims.idle()
 
 
 def test_without_the_object_store_warm_versions_go_on_and_cold_ones_say_so(tmp_path: Path, tiny_model: Path) -> None:
@@ -242,14 +253,17 @@ def test_without_the_object_store_warm_versions_go_on_and_cold_ones_say_so(tmp_p
         ended(stack)
 
 
-def test_a_corrupt_weight_file_is_never_served(fresh_stack: Stack, tiny_model: Path) -> None:
-    fresh_stack.push(str(tiny_model), "tiny")
-    corrupt_object(fresh_stack, "tiny")
-    answer = fresh_stack.post(COMPLETIONS, completion("tiny", 4, prompt="a"))
+def test_a_corrupt_weight_file_is_never_served(sims: Stack, tiny_model: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_model, tmp_path / "other")
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")  # others than those that this host has fetched already
+    sims.push(source, "corrupt")
+    corrupt_object(sims, "corrupt")
+    answer = sims.post(COMPLETIONS, completion("corrupt", 4, prompt="a"))
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "version_failed"
     assert "sha256" in answer.json()["error"]["message"]
-    fresh_stack.idle()
+    sims.idle()
 
 
 def corrupt_object(stack: Stack, model: str) -> None:
@@ -260,25 +274,20 @@ def corrupt_object(stack: Stack, model: str) -> None:
     store.put(manifests.blob_key(weights.sha256), bytes(weights.size))
 
 
-def test_down_leaves_no_process_and_no_change_in_the_checkout(stopped_stack: Stack) -> None:
+def test_whatever_ends_the_stack_leaves_no_process_and_no_change_in_the_checkout(stopped_stack: Stack) -> None:
     def changes() -> str:
         return subprocess.run(["git", "status", "--porcelain"], cwd=REPOSITORY, capture_output=True, text=True).stdout
 
     before = changes()
     stopped_stack.up("--no-demo")
-    stopped_stack.push("sim:zero", "zero")
-    assert stopped_stack.stream(COMPLETIONS, completion("zero", 5)).done
-    assert len(stopped_stack.processes()) >= 6  # supervisor, two servers, ingress, controller, worker
+    stopped_stack.push("sim:fixed-20ms", "slow")
+    assert stopped_stack.stream(COMPLETIONS, completion("slow", 5)).done
+    assert len(stopped_stack.processes()) >= 7  # supervisor, three servers, ingress, controller, worker
+    stopped_stack.kill(stopped_stack.state["pid"])
+    wait_for(lambda: not stopped_stack.processes(), 10, "the end of every process")
+    assert state.holder(stopped_stack.data) is None
+    stopped_stack.up("--no-demo")  # a stale state directory
+    assert stopped_stack.stream(COMPLETIONS, completion("slow", 5)).done
     stopped_stack.down()
     wait_for(lambda: not stopped_stack.processes(), 20, "the end of every process")
     assert changes() == before
-
-
-def test_a_killed_supervisor_takes_everything_with_it(stopped_stack: Stack) -> None:
-    stopped_stack.up("--no-demo")
-    stopped_stack.push("sim:fixed-20ms", "slow")
-    assert stopped_stack.stream(COMPLETIONS, completion("slow", 5)).done
-    stopped_stack.kill(stopped_stack.state["pid"])
-    wait_for(lambda: not stopped_stack.processes(), 20, "the end of every process")
-    stopped_stack.up("--no-demo")  # a stale state directory
-    assert stopped_stack.stream(COMPLETIONS, completion("slow", 5)).done

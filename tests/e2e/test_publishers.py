@@ -22,7 +22,7 @@ from shared.records import Lease
 from .conftest import Stack
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "node"
-MODEL, WORKERS, KILLS = "mill", 3, 10
+MODEL, WORKERS, KILLS = "mill", 3, 5
 TENANT, OTHER = "acme", "other"  # of Python and of Node
 TOKENS = 120
 
