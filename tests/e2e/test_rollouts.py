@@ -104,7 +104,8 @@ class Rolling:
         urls = []
         for port in ports.free_ports(count):
             settings = self.stack.settings()
-            environment = os.environ | to_environment(settings) | {"HEADRACE_HTTP_PORT": str(port)}
+            own = {"HEADRACE_HTTP_PORT": str(port), "HEADRACE_DRAIN_LINGER_S": "0"}
+            environment = os.environ | to_environment(settings) | own
             environment.pop("HEADRACE_LIFELINE_FD", None)
             self._extra.append(
                 subprocess.Popen(

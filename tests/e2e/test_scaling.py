@@ -20,7 +20,7 @@ TOKENS = 100
 STEP_S = 0.02  # of sim:a100-13b in a small batch
 CALM_RATE, SPIKE_RATE = 1.2, 12.0  # requests a second
 CALM_S, SPIKE_S = 4.0, 18.0
-TURNS_S = 25.0
+TURNS_S = 16.0
 TTFT_S_MAX = 1.0  # its target is 0.5; starting workers share the cores with everything else here
 
 
