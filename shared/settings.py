@@ -162,7 +162,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     file_upload_s: float = 3600.0  # how long one may take
     batch_lines_max: int = 50_000
     batches_open_max: int = 100  # of a tenant
-    batches_running_max: int = 4  # at the same time; others wait for their turn
+    batches_running_max: int = 4  # at the same time, one less of one tenant; others wait for their turn
     batch_waiting_max: int = 1000  # lines of a tenant's batches that wait for a worker, of each model: the window
     batch_ahead_max: int = 8000  # lines of a batch that are not written yet, since one before them is not done
     batch_ahead_bytes_max: int = 64 * MIB  # of those: their requests

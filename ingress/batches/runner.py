@@ -32,13 +32,18 @@ Name = tuple[str, str]  # tenant, batch
 
 
 def choose(open_: Iterable[BatchRecord], running: Iterable[Name], running_max: int) -> list[Name]:
-    """The batches to begin with: tenants take turns, and of a tenant's the oldest is first. Pure."""
+    """The batches to begin with: tenants take turns, and of a tenant's the oldest is first. Pure.
+
+    The last place is for a tenant that has none: batches may run for a day, and those of one tenant would keep out all others.
+    """
     taken = set(running)
     of_tenant = Counter(tenant for tenant, _ in taken)
     waiting = sorted((each.created_at, each.id, each.tenant) for each in open_ if (each.tenant, each.id) not in taken)
     chosen: list[Name] = []
     while waiting and len(taken) + len(chosen) < running_max:
         place = min(range(len(waiting)), key=lambda at: (of_tenant[waiting[at][2]], waiting[at]))
+        if of_tenant[waiting[place][2]] and len(taken) + len(chosen) == running_max - 1:
+            break
         _, batch, tenant = waiting.pop(place)
         of_tenant[tenant] += 1
         chosen.append((tenant, batch))

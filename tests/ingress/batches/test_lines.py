@@ -95,7 +95,15 @@ def batch(tenant: str, created_at: int) -> BatchRecord:
 def test_tenants_take_turns_and_the_oldest_is_first() -> None:
     flood = [batch("loud", number) for number in range(10)]
     late = [batch("quiet", 20), batch("other", 30)]
-    assert choose([*flood, *late], [], 4) == [("loud", "b0"), ("quiet", "b20"), ("other", "b30"), ("loud", "b1")]
+    assert choose([*flood, *late], [], 5) == [("loud", "b0"), ("quiet", "b20"), ("other", "b30"), ("loud", "b1")]
     assert choose([*flood, *late], [("loud", "b0"), ("loud", "b1")], 3) == [("quiet", "b20")]
     assert choose(flood, [("loud", "b0")], 1) == []
+    assert choose(flood, [], 1) == [("loud", "b0")]
     assert choose([], [], 4) == []
+
+
+def test_batches_of_one_tenant_leave_a_place_to_others() -> None:
+    flood = [batch("loud", number) for number in range(10)]
+    running = choose(flood, [], 4)
+    assert running == [("loud", "b0"), ("loud", "b1"), ("loud", "b2")]
+    assert choose([*flood, batch("quiet", 20)], running, 4) == [("quiet", "b20")]
