@@ -76,7 +76,7 @@ class ResponsesExchange(Inference):
     # -- what it comes from ------------------------------------------------------------------------------------------------
 
     async def _prepare(self, body: Body, body_bytes: int) -> ResponsesBody:
-        """Raises PreviousNotFound, BadRequest, Unsupported, TooLarge and Unavailable."""
+        """Raises PreviousNotFound, ModelNotAllowed, BadRequest, Unsupported, TooLarge and Unavailable."""
         assert isinstance(body, ResponsesBody), "the family decodes nothing else"
         own = body.items()
         history = [] if body.previous_response_id is None else await self._history(body.previous_response_id)
@@ -97,16 +97,22 @@ class ResponsesExchange(Inference):
         return body
 
     async def _history(self, identity: str) -> list[Item]:
-        """The items of an earlier response: those that it came from, and its output."""
+        """The items of an earlier response: those that it came from, and its output.
+
+        Raises PreviousNotFound, and ModelNotAllowed: what one may not read is not told to a model either.
+        """
         rid, tenant = rid_of(identity), self._caller.tenant
         found = await self._context.responses.find(tenant, rid) if rid else None
         if found is not None:
-            return [*found.items, *decode_ended(found.response).output]
+            ended = decode_ended(found.response)
+            self._caller.check_model(ended.model)
+            return [*found.items, *ended.output]
         state = await look(self._context, tenant, rid) if rid else None
         if state is None:
             raise PreviousNotFound(
                 f"{PREVIOUS}: there is no response `{identity[:64]}`, or it is not kept any more", param=PREVIOUS
             )
+        self._caller.check_model(state.record.request.model)
         if state.status != "completed":
             raise PreviousNotFound(f"{PREVIOUS}: that response is {state.status}", param=PREVIOUS)
         return [*items_of_record(state.record), *response_of(state).output]

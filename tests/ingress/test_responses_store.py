@@ -119,6 +119,9 @@ def test_a_response_is_its_tenants(nats_server: Any) -> None:
             assert (await client.request(method, url)).status_code == 401
             answer = await client.request(method, url, headers=headers["narrow"])
             assert refusal(answer) == (403, "model_not_allowed", "model")
+        after = {"model": "another", "input": "Repeat it.", "previous_response_id": f"resp_{rid}"}
+        answer = await client.post("/v1/responses", json=after, headers=headers["narrow"])
+        assert refusal(answer) == (403, "model_not_allowed", "model")
         found = await client.get(path, headers=headers["acme"])
         assert (found.status_code, found.json()) == (200, response)
         assert (await client.delete(path, headers=headers["acme"])).json()["deleted"] is True
