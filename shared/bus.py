@@ -184,11 +184,11 @@ class Bus(KeyValue):
     # -- life ----------------------------------------------------------------------------------------------------------
 
     @classmethod
-    async def connect(cls, settings: Settings, name: str) -> Self:
-        """Connect as `name`; waits for a server that is not there yet. Raises Unavailable after 30 s."""
+    async def connect(cls, settings: Settings, name: str, wait_s: float = 30.0) -> Self:
+        """Connect as `name`, waiting for a server that is not there yet. Raises Unavailable after `wait_s`, and says why."""
         bus = cls(settings, name)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(wait_s):
                 await bus._open()
         except TimeoutError:
             raise Unavailable(f"NATS does not answer at {settings.nats_shown}{bus._refusal}") from None
@@ -285,6 +285,9 @@ class Bus(KeyValue):
                     await client.force_reconnect()
 
     async def _error(self, error: Exception) -> None:
+        self._refusal = (
+            f": {error}"  # nats-py's tries of its own, when the first connection is made, are told here only
+        )
         # while it is away, every try to connect again says so
         log.log(logging.WARNING if self._client.is_connected else logging.DEBUG, "NATS: %r", error)
 

@@ -22,6 +22,7 @@ from headrace.cli import app
 from headrace.nats_config import write_accounts
 from shared import subjects
 from shared.bus import Bus
+from shared.errors import Unavailable
 from shared.settings import Settings, SettingsError
 
 ME, OTHER = "acme", "other"
@@ -350,6 +351,11 @@ def test_no_answer_goes_where_its_asker_could_not_send(server: str, request: pyt
         await bus.close()
 
     meet(request.getfixturevalue(server), work)
+
+
+def test_who_has_no_key_is_told_why_there_is_no_connection(guarded_nats: Any) -> None:
+    with pytest.raises(Unavailable, match="Authorization Violation"):
+        asyncio.run(Bus.connect(Settings(nats_url=guarded_nats.url), "test", wait_s=1))
 
 
 def test_what_a_tenant_may_not_hear_is_refused(guarded_nats: Any) -> None:
