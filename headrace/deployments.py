@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from headrace import tuning
 from headrace.globals import with_bus
+from shared import refusals
 from shared.rollouts import DEFAULT_STEPS, Command, Deployment, Finding, Gates, NewDeployment, Step, Strategy
 from shared.webhooks import Webhook
 
@@ -295,7 +296,8 @@ def gates_of(settings: list[str]) -> Gates:
     try:
         return msgspec.convert(gates, Gates, strict=False)
     except msgspec.ValidationError as error:
-        raise typer.BadParameter(str(error), param_hint="--gate") from None
+        place, problem = refusals.read(str(error), Gates)
+        raise typer.BadParameter(f"{place}: {problem}", param_hint="--gate") from None
 
 
 def _print_json(value: object) -> None:

@@ -246,7 +246,7 @@ def _checked(values: dict[str, Any], kind: Any) -> Any:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        place, problem = refusals.read(str(error))
+        place, problem = refusals.read(str(error), kind)
         raise typer.BadParameter(problem, param_hint=f"--{place.replace('_', '-')}" if place else None) from None
 
 

@@ -42,7 +42,6 @@ class PromptBody(Body, kw_only=True):
     """What both routes have in common: what makes the prompt."""
 
     SERVED = frozenset({"tools", "tool_choice"})
-    ROLES = ("user", "assistant")
     OTHERS: ClassVar[tuple[str, ...]] = (  # fields that are refused beside those of NotServed
         *("n", "stop", "stream_options"),
         *("thinking", "mcp_servers", "container", "context_management", "output_config", "output_format"),

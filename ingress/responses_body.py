@@ -1,11 +1,11 @@
 """The body of /v1/responses, as OpenAI has it. It becomes the same request on the bus as a chat completion."""
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from ingress.response_items import GivenItem, Item, Role, items_of, turns_of
+from ingress.response_items import GivenItem, Item, items_of, turns_of
 from ingress.responses_tools import (
     FunctionTool,
     ResponsesTool,
@@ -84,7 +84,6 @@ class ResponsesBody(Body, kw_only=True, dict=True):
     """POST /v1/responses."""
 
     SERVED = frozenset({"tools", "tool_choice"})
-    ROLES = get_args(Role)
     FORMAT = "text.format"
     OTHERS: ClassVar[tuple[str, ...]] = (  # fields that are refused beside those of NotServed
         *("n", "max_tokens", "response_format"),

@@ -5,7 +5,7 @@ What depends on settings or on the model is checked in `ingress.translate`. Fiel
 are in `NotServed` and are refused unless they ask for nothing.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -154,7 +154,6 @@ class Body(NotServed, kw_only=True):
     prompt_cache_key: str | None = None
 
     SERVED: ClassVar[frozenset[str]] = frozenset()  # fields of NotServed that this route serves after all
-    ROLES: ClassVar[tuple[str, ...]] = get_args(Role)  # of its messages
     STOP: ClassVar[str] = "stop"  # the field with the stop strings
     EMBEDS: ClassVar[bool] = False  # what is asked for is vectors
     SEVERAL: ClassVar[str] = "prompt"  # the field that may hold several, each with an answer

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -95,9 +95,6 @@ def merged(present: T, changes: Mapping[str, Any], param: str) -> T:
 
 def _refused(error: msgspec.ValidationError, kind: type[msgspec.Struct], param: str) -> BadRequest:
     """What is wrong with a value of the settings `kind`, by its place under `param`, and what there is to choose from."""
-    path, problem = refusals.read(str(error))
+    path, problem = refusals.read(str(error), kind)
     place = f"{param}.{path}" if path else param
-    choices = get_args(get_type_hints(kind).get(path))
-    if choices and problem.startswith("invalid enum value"):
-        problem += f", one of {', '.join(choices)} is expected"
     return BadRequest(f"{place}: {problem}", param=place)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from shared import records
+from shared import records, refusals
 from shared.errors import BadRequest, DeploymentState, Internal
 from shared.records import ALL_TRAFFIC, STABLE, Route, Weight
 from shared.stored import Stored, json
@@ -195,9 +195,8 @@ def checked(asked: NewDeployment) -> NewDeployment:
     try:
         return msgspec.convert(msgspec.to_builtins(asked), NewDeployment)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$.")
-        param = path.rstrip("`") or None
-        raise BadRequest(f"{param}: {what}" if param else what, param=param) from None
+        param, problem = refusals.read(str(error), NewDeployment)
+        raise BadRequest(f"{param}: {problem}" if param else problem, param=param or None) from None
 
 
 def plan_of(asked: NewDeployment, id_: str, stable: str, now: float, tenant: str = "") -> Deployment:

@@ -249,7 +249,7 @@ def load(environ: Mapping[str, str] = os.environ, **overrides: object) -> Settin
     try:
         settings = msgspec.convert(given(environ, **overrides), Settings, strict=False)
     except msgspec.ValidationError as error:
-        name, problem = refusals.read(str(error))
+        name, problem = refusals.read(str(error), Settings)
         raise SettingsError(f"{_place(name, environ, overrides)}: {problem}") from error
     for name in Settings.__struct_fields__:
         value = getattr(settings, name)

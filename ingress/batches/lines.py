@@ -49,7 +49,7 @@ def decode_line(data: bytes) -> Line:
     try:
         return _decoder.decode(data)
     except msgspec.ValidationError as error:
-        path, problem = refusals.read(str(error))
+        path, problem = refusals.read(str(error), Line)
         raise LineError("invalid_line", f"{path}: {problem}" if path else problem, path or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LineError("invalid_json_line", f"the line is not JSON: {error}") from None

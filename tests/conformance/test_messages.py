@@ -370,7 +370,7 @@ def test_refusals_name_the_field(front: Any, body: dict[str, Any], code: str, pa
 def test_a_wrong_role_is_told_the_roles_there_are(front: Any) -> None:
     answer = front.post(PATH, BODY | {"messages": [{"role": "system", "content": "x"}]})
     assert answer.error["param"] == "messages[0].role"
-    assert answer.error["message"].endswith("one of user, assistant is expected")
+    assert answer.error["message"].endswith("one of assistant, user is expected")
 
 
 @pytest.mark.parametrize(

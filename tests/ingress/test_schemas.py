@@ -381,7 +381,7 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
         "chat",
         {"messages": [{"role": "robot", "content": "x"}]},
         "messages[0].role",
-        "'robot', one of system, developer",
+        "'robot', one of assistant, developer, system, tool, user",
     ),
     ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "got `int`"),
     ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
@@ -503,7 +503,7 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ("infer", {"input": []}, "input", "must not be empty"),
     ("infer", {"input": [{"role": "user", "content": "x"}, 5]}, "input", "not both"),
     ("infer", {"input": [5, {"role": "user", "content": "x"}]}, "input[1]", "do not mix"),
-    ("infer", {"input": [{"role": "x", "content": "x"}]}, "input[0].role", "one of system"),
+    ("infer", {"input": [{"role": "x", "content": "x"}]}, "input[0].role", "one of assistant, developer, system"),
 ]
 
 
