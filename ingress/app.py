@@ -90,6 +90,13 @@ class App(FastAPI):
         """The family that serves a POST there."""
         return next((family for family in self._families if family.serves(path)), None)
 
+    def serves(self, path: str) -> bool:
+        """Whether there is a route, whatever its method."""
+        asked = {"type": "http", "method": "GET", "path": path}
+        return self.family_at(path) is not None or any(
+            route.matches(asked)[0] is not Match.NONE for route in self.routes
+        )
+
     def errors_at(self, path: str) -> ErrorShape:
         """How errors look there."""
         family = self.family_at(path)
@@ -196,7 +203,7 @@ def _nearest(app: "App", path: str) -> str:
     """Where a path that is no route may have been meant to go, for people: a base URL lacks /v1, or ends in a slash."""
     meant = path.rstrip("/")
     tried = (meant, f"/v1{meant}")
-    found = next((each for each in tried if each == MODELS_PATH or app.family_at(each) is not None), None)
+    found = next((each for each in tried if app.serves(each)), None)
     return "" if found is None else f"; there is {found}"
 
 

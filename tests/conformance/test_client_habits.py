@@ -233,6 +233,8 @@ def test_a_wrong_base_url_is_told_the_right_one(front: Any) -> None:
         ("/completions", COMPLETIONS),
         (CHAT + "/", CHAT),
         ("/models", "/v1/models"),
+        ("/jobs", "/v1/jobs"),
+        ("/v1/jobs/", "/v1/jobs"),
         ("/v1/models/", None),
         ("/v1/nothing", None),
     ):
