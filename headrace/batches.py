@@ -150,7 +150,9 @@ def _endpoint_of(file: Path) -> str:
     try:
         url = json.loads(first)["url"]
     except (ValueError, KeyError, TypeError):
-        raise BadRequest(f"the first line of {file} is no request: --endpoint says what is asked for") from None
+        raise BadRequest(
+            f"the first line of {file} names no url: it says what is asked for, or --endpoint does"
+        ) from None
     return str(url)
 
 

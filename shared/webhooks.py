@@ -120,7 +120,10 @@ def check(webhook: Webhook, private_hosts: str, param: str = "webhook") -> None:
         raise BadRequest(f"{where}: port {port} is none of 80, 443 and those from {PORT_FREE_MIN} on", param=where)
     why = None if may_be_private(host, private_hosts) else _refusal(host)
     if why is not None:
-        raise BadRequest(f"{where}: {host} is an address that nothing is sent to ({why})", param=where)
+        raise BadRequest(
+            f"{where}: {host} is an address that nothing is sent to ({why}), unless webhook_private_hosts names it",
+            param=where,
+        )
     if webhook.secret is not None:
         secret_bytes(webhook.secret, f"{param}.secret")
 
