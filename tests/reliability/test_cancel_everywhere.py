@@ -62,7 +62,11 @@ class Places(Site):
 
     async def nothing_left(self) -> None:
         await self.idle()
-        assert not await self.rid(WAITS)
+
+        async def withdrawn() -> bool:
+            return not await self.rid(WAITS)
+
+        await self.until(withdrawn)
         for ingress in (self.first, self.hasty):
 
             async def down(ingress: Ingress = ingress) -> bool:

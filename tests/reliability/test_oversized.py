@@ -241,6 +241,7 @@ def test_without_the_store_a_large_request_is_refused_a_job_waits_and_small_ones
         assert await jobs.result(ticket) is None
         await asyncio.to_thread(place.server.start)
         assert len((await text_of(jobs, ticket)).split()) == TOKENS
+        await place.until(lambda: takes_writes(place))  # some seconds after its reads
         await place.idle()
         await place.until(lambda: jobs_inputs_gone(place))
         assert len(place.stored()) == 1  # it could not be removed: the sweep's
@@ -354,6 +355,15 @@ def named() -> tuple[str, str]:
 
 async def jobs_inputs_gone(place: Place) -> bool:
     return not place.stored(JOB_INPUTS)
+
+
+async def takes_writes(place: Place) -> bool:
+    try:
+        await asyncio.to_thread(place.objects.put, "probe", b"-")
+        await asyncio.to_thread(place.objects.remove, "probe")
+    except ObjectsUnavailable:
+        return False
+    return True
 
 
 async def empties(place: Place, stored: str) -> bool:
