@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,7 +99,8 @@ class Node:
                 f'cluster {{ name: faults, listen: "{HOST}:{route_port}", routes: {others}, no_advertise: true }}'
             )
         config.write_text("\n".join(lines) + "\n")
-        self.child = Child(name, [servers.binary("nats-server"), "--config", str(config)], directory, tied=True)
+        argv = [servers.binary("nats-server"), "--config", str(config)]
+        self.child = Child(name, argv, directory, os.environ | servers.NATS_ENV, tied=True)
 
     async def ready(self, budget_s: float = 20.0) -> None:
         """Wait until it answers clients."""

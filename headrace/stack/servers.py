@@ -22,6 +22,7 @@ from shared.settings import MIB, Settings
 
 HOST = "127.0.0.1"
 MAX_PAYLOAD_BYTES = 8 * MIB
+NATS_ENV = {"GOGC": "50"}  # its heap is small beside the blocks that it throws away: so it holds fewer of them
 REDIS_MEMORY = "64mb"
 
 
