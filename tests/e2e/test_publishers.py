@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -107,14 +107,20 @@ def asked(question: Question) -> Any:
     return given.prompt or [{"role": each.role, "content": each.content} for each in given.messages or []]
 
 
-async def ask(client: Client, question: Question, tokens: int = TOKENS) -> int:
-    """Ask and compare, token by token; how many claims served it."""
+async def ask(client: Client, question: Question, heard: dict[int, int], tokens: int = TOKENS) -> int:
+    """Ask and compare, token by token; how many claims served it. `heard`: tokens so far, while it runs."""
     sampling = question.sampling
     more: dict[str, Any] = {} if sampling.logprobs is None else {"logprobs": sampling.logprobs}
     stream = client.stream(
         MODEL, asked(question), max_tokens=tokens, temperature=sampling.temperature, seed=sampling.seed, **more
     )
-    told = [token async for token in stream]
+    told = []
+    key = id(stream)
+    heard[key] = 0
+    async for token in stream:
+        told.append(token)
+        heard[key] = len(told)
+    del heard[key]
     truth = question.truths[0]
     assert [token.text for token in told] == truth.tokens[:tokens]
     assert [token.index for token in told] == list(range(tokens))
@@ -122,6 +128,13 @@ async def ask(client: Client, question: Question, tokens: int = TOKENS) -> int:
         assert [token.logprob for token in told] == [each.logprob for each in truth.logprobs[:tokens]]
     assert (stream.result.finish_reason, stream.result.usage.completion_tokens) == ("length", tokens)
     return stream.result.claims
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.02)
 
 
 async def ask_in_node(place: Path, server: Any, asked: list[Question]) -> list[dict[str, Any]]:
@@ -152,13 +165,14 @@ def test_python_and_node_stream_while_workers_die(guarded: Guarded, node: Path) 
 
     async def main() -> None:
         over = asyncio.Event()
-        claims = {"python": [0], "node": [0]}
+        claims: dict[str, list[int]] = {"python": [0], "node": [0]}
+        heard: dict[int, int] = {}
         async with guarded.leases() as leases, guarded.nats() as client, asyncio.TaskGroup() as group:
 
             async def in_python() -> None:
                 found = await questions(1, "greedy", "seeded", "scored")
                 while not over.is_set():
-                    claims["python"] += await asyncio.gather(*(ask(client, each) for each in found[:8]))
+                    claims["python"] += await asyncio.gather(*(ask(client, each, heard) for each in found[:8]))
 
             async def in_node() -> None:
                 found = (await questions(2, "greedy"))[:4]
@@ -174,6 +188,8 @@ def test_python_and_node_stream_while_workers_die(guarded: Guarded, node: Path) 
                 async with asyncio.timeout(240):
                     while len(killed) < KILLS or min(max(each) for each in claims.values()) < 2:
                         await asyncio.sleep(0.5)
+                        before = heard.copy()  # who ends four workers before its next token is given up
+                        await until(lambda before=before: not heard.items() & before.items())
                         living = [each for name, each in leases.items() if name not in killed]
                         busy = max(living, key=lambda lease: lease.running, default=None)
                         if len(living) > 1 and busy is not None and busy.running:
