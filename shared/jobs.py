@@ -10,11 +10,11 @@ import time
 import msgspec
 
 from shared import results, subjects, wire
-from shared.background import Background
 from shared.bus import Bus, Message
 from shared.claim_check import ClaimCheck
 from shared.errors import Cancelled, QueueDeadline, Unavailable
 from shared.results import Checkpoint, Result
+from shared.wakes import Hints
 from shared.wire import CANCELLED, About, Request, WireError
 
 TTL_MARGIN_S = 3600  # a message outlives its deadline: until somebody has written down that the job has ended
@@ -43,8 +43,7 @@ class Jobs:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._claim_check = ClaimCheck(bus)
-        self._hinted: dict[tuple[str, str], bool] = {}  # versions, by a moment ago: whether something came since
-        self._hints = Background()
+        self._hints = Hints(bus.publish, WAKE_EVERY_S)
 
     async def submit(self, request: Request, tenant: str, deadline_s: float | None = None, keep_s: int = 0) -> Ticket:
         """Store a request as a job; it is durable when this returns. Its rid is the job's id, and makes a repetition one job.
@@ -65,7 +64,7 @@ class Jobs:
         name = (request.model, request.version)
         subject = subjects.job(*name, tenant)
         sequence = (await self._claim_check.publish(subject, wire.encode_request(request), headers)).seq
-        self._hint(name)
+        self._hints.hint(*name, "")
         return Ticket(
             id=request.rid,
             tenant=tenant,
@@ -124,19 +123,6 @@ class Jobs:
             await self._bus.publish(subjects.CANCEL_JOB, about)  # it may have been taken in between
             return result.error is not None and result.error.code == Cancelled.code
         return answer.data == CANCELLED
-
-    def _hint(self, name: tuple[str, str]) -> None:
-        """Something waits for the version: workers are told now, or in a moment of all that came until then."""
-        if name in self._hinted:
-            self._hinted[name] = True
-            return
-        self._hinted[name] = False
-        self._hints.do(self._bus.publish(subjects.wake(*name)))
-        asyncio.get_running_loop().call_later(WAKE_EVERY_S, self._hint_again, name)
-
-    def _hint_again(self, name: tuple[str, str]) -> None:
-        if self._hinted.pop(name):
-            self._hint(name)
 
     async def withdraw(self, sequence: int) -> None:
         """Delete a job's message (0: it has none), and what it refers to in the object store. Raises Unavailable."""

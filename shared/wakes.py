@@ -16,8 +16,8 @@ _decode = msgspec.json.Decoder(list[str]).decode
 
 
 def encode(tenants: set[str]) -> bytes:
-    """The body of a hint about what these tenants have in the lane fair."""
-    return msgspec.json.encode(sorted(tenants))
+    """The body of a hint about what these tenants have in the lane fair; with "" among them it names none."""
+    return b"" if "" in tenants else msgspec.json.encode(sorted(tenants))
 
 
 def decode(body: bytes) -> list[str] | None:
@@ -31,30 +31,30 @@ def decode(body: bytes) -> list[str] | None:
 
 
 class Hints:
-    """Gathers hints about the lane fair, so that a flood costs a hundred a second, and sends the last one, too."""
+    """Gathers hints about what waits, so that a flood costs one in `every_s`, and sends the last one, too."""
 
-    def __init__(self, send: Callable[[str, bytes], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, send: Callable[[str, bytes], Coroutine[Any, Any, Any]], every_s: float = EVERY_S) -> None:
         """`send(subject, body)`."""
-        self._send = send
-        self._gathered: dict[tuple[str, str], set[str]] = {}  # versions with a hint within the last EVERY_S
+        self._send, self._every_s = send, every_s
+        self._gathered: dict[tuple[str, str], set[str]] = {}  # versions with a hint within the last `every_s`
         self._sending = Background()
 
     def hint(self, model: str, version: str, tenant: str) -> None:
-        """`tenant` has something waiting in the lane fair."""
+        """`tenant` has something waiting in the lane fair; "": somebody, anywhere."""
         name = (model, version)
         if name in self._gathered:
             self._gathered[name].add(tenant)
             return
         self._gathered[name] = set()
         self._publish(name, {tenant})
-        asyncio.get_running_loop().call_later(EVERY_S, self._go_on, name)
+        asyncio.get_running_loop().call_later(self._every_s, self._go_on, name)
 
     def _go_on(self, name: tuple[str, str]) -> None:
         tenants = self._gathered.pop(name)
         if tenants:
             self._gathered[name] = set()
             self._publish(name, tenants)
-            asyncio.get_running_loop().call_later(EVERY_S, self._go_on, name)
+            asyncio.get_running_loop().call_later(self._every_s, self._go_on, name)
 
     def _publish(self, name: tuple[str, str], tenants: set[str]) -> None:
         self._sending.do(self._send(subjects.wake(*name), encode(tenants)))

@@ -27,6 +27,13 @@ def wait_for(condition: Callable[[], Any], budget_s: float = 30.0, what: str = "
     return result
 
 
+async def until(condition: Callable[[], object], budget_s: float = 60.0) -> None:
+    """The same on an event loop."""
+    async with asyncio.timeout(budget_s):
+        while not condition():  # noqa: ASYNC110 - what others do is looked at
+            await asyncio.sleep(0.02)
+
+
 class Answer:
     """One stream as its client saw it."""
 

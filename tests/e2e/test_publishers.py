@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from shared import records, subjects, wire
 from shared.bus import Bus
 from shared.records import Lease
 
-from .conftest import Stack
+from .conftest import Stack, until
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "node"
 MODEL, WORKERS, KILLS = "mill", 3, 5
@@ -128,13 +128,6 @@ async def ask(client: Client, question: Question, heard: dict[int, int], tokens:
         assert [token.logprob for token in told] == [each.logprob for each in truth.logprobs[:tokens]]
     assert (stream.result.finish_reason, stream.result.usage.completion_tokens) == ("length", tokens)
     return stream.result.claims
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while True:
-        if condition():
-            return
-        await asyncio.sleep(0.02)
 
 
 async def ask_in_node(place: Path, server: Any, asked: list[Question]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from shared import webhooks
 
 from ..controller.webhook_receiver import KEY, SECRET, Received, Receiver, receiving, status
-from .conftest import COMPLETIONS, Stack, ended, wait_for
+from .conftest import COMPLETIONS, Stack, ended, until, wait_for
 
 JOBS, FAILURES = 24, 2
 ENVIRONMENT = {"HEADRACE_WEBHOOK_PRIVATE_HOSTS": "127.0.0.1", "HEADRACE_WEBHOOK_BACKOFF_S": "0.3"}
@@ -114,11 +114,3 @@ def types(receiver: Receiver, subject: str) -> set[str]:
     """The types of what was told about a subject."""
     events = [each.event for each in receiver.received]
     return {event["type"] for event in events if event["data"]["id"] == subject}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.02)
