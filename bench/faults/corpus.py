@@ -14,6 +14,7 @@ from workers.engine.request import Engine, EngineRequest, TokenEvent
 from workers.engine.sim import load_simulated
 
 TOKENS_MAX = 160
+WORDS = (3, 39)  # of a prompt, each of which is a token to the simulated engine
 KINDS = ("greedy", "seeded", "choices", "scored", "stop")
 TOPICS = ("rivers", "mills", "turbines", "salt", "trains", "bees", "clouds", "maps")
 SCHEMA = {
@@ -81,10 +82,10 @@ class Question(msgspec.Struct, kw_only=True):
         return body | {"messages": [{"role": "user", "content": self.prompt}]} | scores
 
 
-async def make(seed: int, questions: int) -> list[Question]:
-    """Questions of every kind and route, with their truths."""
+async def make(seed: int, questions: int, words: tuple[int, int] = WORDS) -> list[Question]:
+    """Questions of every kind and route with prompts of so many words, and their truths."""
     dice = random.Random(seed)
-    made = [_question(dice, number) for number in range(questions)]
+    made = [_question(dice, number, words) for number in range(questions)]
     await _answer(made, load_simulated("zero", EngineSettings()))
     for question in made:
         if question.kind == "stop":  # ends somewhere inside, at a string that goes over the edge of two tokens
@@ -105,11 +106,11 @@ def _sampling(dice: random.Random, kind: str, max_tokens: int) -> Sampling:
     return sampling
 
 
-def _question(dice: random.Random, number: int) -> Question:
+def _question(dice: random.Random, number: int, words: tuple[int, int]) -> Question:
     kind = KINDS[number % len(KINDS)]
     routes = (COMPLETIONS, CHAT) if kind == "choices" else (INFER, COMPLETIONS, CHAT)
     sampling = _sampling(dice, kind, TOKENS_MAX)
-    prompt = " ".join(f"w{dice.getrandbits(20):x}" for _ in range(dice.randrange(3, 40)))
+    prompt = " ".join(f"w{dice.getrandbits(20):x}" for _ in range(dice.randint(*words)))
     return Question(kind=kind, route=dice.choice(routes), prompt=prompt, sampling=sampling)
 
 

@@ -35,6 +35,7 @@ class Scenario(msgspec.Struct, kw_only=True):
     nodes: int = 1
     cancel_share: float = 0.0
     plain_share: float = 0.2
+    words: tuple[int, int] = corpus.WORDS
     come_back: bool = False  # clients whose connection breaks go on with their request
     allowed: set[str] = set()
     shared_port: bool = False
@@ -71,7 +72,7 @@ SCENARIOS = {
             real=True,
         ),
         Scenario(name="cancels", kinds=[], cancel_share=0.9, plain_share=0.0, clients=64, books=True),
-        Scenario(name="load", kinds=[], clients=160, cancel_share=0.1, books=True),
+        Scenario(name="load", kinds=[], clients=160, cancel_share=0.1, words=(200, 800), books=True),
         Scenario(
             name="rolling",
             kinds=[
@@ -129,7 +130,7 @@ async def play(
         questions = await corpus.of_model(seed, model, MODEL_QUESTIONS)
         more = {"source": str(model), "engine": corpus.MODEL_ENGINE}
     else:
-        questions = await corpus.make(seed, QUESTIONS)
+        questions = await corpus.make(seed, QUESTIONS, scenario.words)
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as directory:
         async with Fleet(
             Path(directory),
