@@ -47,12 +47,18 @@ def router(context: Context, families: tuple[Family, ...]) -> APIRouter:
         return Resumption(context, families, _rid(request), caller_of(request))
 
     async def cancel(request: Request) -> Response:
-        rid = _rid(request)
+        rid, caller = _rid(request), caller_of(request)
         position = position_of(dict(request.scope["headers"]), rid)
         sequence = 0 if position is None else position.sequence
-        status = await context.dispatcher.revoke(rid, caller_of(request).tenant, sequence)
+        missing = StreamNotFound(f"there is no request {rid}, or there is not any more")
+        if caller.key.models:
+            located = await context.dispatcher.locate(rid, caller.tenant, sequence)
+            if located is None:
+                raise missing
+            caller.check_model(located.request.model)
+        status = await context.dispatcher.revoke(rid, caller.tenant, sequence)
         if not status:
-            raise StreamNotFound(f"there is no request {rid}, or there is not any more")
+            raise missing
         answer = Ended(rid, "cancelled" if status == b"cancelled" else "finished")
         return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -167,6 +167,9 @@ def test_a_tenants_streams_and_keys_are_nobody_elses(
         wait_for(lambda: ingresses[2].status(elsewhere["key"], client) == 200, "the third key is known")
         refused = client.get(f"{other}/v1/streams/{rid}", headers=bearer(elsewhere, last_event_id=position))
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+        for sent in (bearer(elsewhere, last_event_id=position), bearer(elsewhere)):
+            refused = client.delete(f"{other}/v1/streams/{rid}", headers=sent)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
         next(line for line in lines if line.startswith("id: "))  # it goes on
         resumed = bearer(mine, last_event_id=position)
         with client.stream("GET", f"{other}/v1/streams/{rid}", headers=resumed) as again:
