@@ -49,6 +49,15 @@ class Caller(msgspec.Struct, frozen=True):
         if not self.key.may_use(reference.partition("@")[0]):
             raise ModelNotAllowed(f"the key {self.key.id} is not for this model", param="model")
 
+    def may_see(self, models: tuple[str, ...]) -> bool:
+        """Of what is of several models: whether the key may use each. (): it may be of any that there are."""
+        return not self.key.models or (bool(models) and all(map(self.may_use, models)))
+
+    def check_models(self, models: tuple[str, ...]) -> None:
+        """Raises ModelNotAllowed where `may_see` says no."""
+        if not self.may_see(models):
+            raise ModelNotAllowed(f"the key {self.key.id} is not for all models that this is of", param="model")
+
 
 # without keys everybody who reaches the loopback is one tenant and may do everything
 LOCAL = Caller(subjects.LOCAL_TENANT, ApiKey(id="local", sha256="", role="admin"), "local")

@@ -14,11 +14,11 @@ from shared.errors import BatchState
 ALL_FAILED = "all_requests_failed"
 
 
-def validated(record: BatchRecord, lines: int, now: int) -> BatchRecord:
-    """The input is a batch of so many lines."""
+def validated(record: BatchRecord, lines: int, models: tuple[str, ...], now: int) -> BatchRecord:
+    """The input is a batch of so many lines, which name these models."""
     assert record.status == "validating", record.status
     assert lines > 0
-    return replace(record, status="in_progress", in_progress_at=now, total=lines)
+    return replace(record, status="in_progress", in_progress_at=now, total=lines, models=models or record.models)
 
 
 def rejected(record: BatchRecord, problems: list[Problem], now: int) -> BatchRecord:

@@ -99,7 +99,8 @@ class BatchRun:
         if validator.problems:
             await self._end(lambda record: _if_open(record, life.rejected, validator.problems, _now()))
         else:
-            await progress.update(lambda record: _if_open(record, life.validated, validator.lines, _now()))
+            taken = (validator.lines, validator.models)
+            await progress.update(lambda record: _if_open(record, life.validated, *taken, _now()))
 
     async def _lines(self, offset: int) -> AsyncIterator[RawLine]:
         """Raises FileNotFound."""

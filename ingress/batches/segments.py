@@ -118,6 +118,7 @@ async def make_files(files: Files, record: BatchRecord) -> None:
             purpose=PURPOSE,
             bytes=size,
             created_at=int(time.time()),
+            models=record.models,
         )
         await files.note(made)
 

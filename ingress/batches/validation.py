@@ -36,6 +36,11 @@ class Validator:
         self._models: dict[str, HeadraceError | None] = {}
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """Those that lines name, whatever version or alias of them."""
+        return tuple(sorted({reference.partition("@")[0] for reference in self._models}))
+
+    @property
     def over(self) -> bool:
         """Nothing more need be looked at."""
         return len(self.problems) >= PROBLEMS_MAX or self.lines > self._lines_max

@@ -39,6 +39,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
     bytes: int
     created_at: int  # unix seconds
+    models: tuple[str, ...] = ()  # that it is of: what the key may use that brought it, or the batch's; (): any
 
 
 FILES = Stored(json(FileRecord), "the record of a file", lambda each: (each.tenant, each.id), 2)

@@ -12,6 +12,7 @@ from ingress.context import Context
 from ingress.files.form import FILE, PURPOSE, Form
 from ingress.files.pulling import Pulled
 from ingress.files.store import FileRecord, Files, new_id
+from ingress.identity import Caller
 from shared.errors import BadRequest, BodyTimeout, Cancelled, ObjectsUnavailable
 
 FORM_BYTES = 64 * 1024  # of a form, beside the file in it
@@ -35,13 +36,13 @@ class Uploads:
             own = self._turns_of[tenant] = asyncio.Semaphore(max(1, self._context.settings.file_uploads_max // 2))
         return own
 
-    async def take(self, request: Request, tenant: str) -> FileRecord:
+    async def take(self, request: Request, caller: Caller) -> FileRecord:
         """Store the file of a form.
 
         Raises Draining, TooManyFiles, BadRequest, Unsupported, TooLarge, BodyTimeout, Cancelled, ObjectsUnavailable and
         Unavailable.
         """
-        settings = self._context.settings
+        settings, tenant = self._context.settings, caller.tenant
         self._context.check_accepting()
         form = Form(request.headers.get("content-type", ""), settings.file_bytes_max)
         await self._files.check_room(tenant)
@@ -62,6 +63,7 @@ class Uploads:
                 purpose="batch",
                 bytes=form.file_bytes,
                 created_at=int(time.time()),
+                models=caller.key.models,
             )
             await self._files.note(record)
         except BaseException:

@@ -38,6 +38,7 @@ def router(context: Context, files: Files, families: Mapping[str, Family]) -> AP
         if asked.endpoint not in families:
             raise BadRequest(f"endpoint: one of {', '.join(families)} is expected", param="endpoint")
         file = await files.find(caller.tenant, asked.input_file_id)
+        caller.check_models(file.models)
         if file.purpose != "batch":
             raise BadRequest(f"input_file_id: the purpose of the file is {file.purpose}", param="input_file_id")
         if asked.webhook is not None:
@@ -62,13 +63,15 @@ def router(context: Context, files: Files, families: Mapping[str, Family]) -> AP
         return _json(entry(record))
 
     async def list_all(request: Request) -> Response:
-        page, tenant = listing.page_of(request), caller_of(request).tenant
+        page, caller = listing.page_of(request), caller_of(request)
         found: list[BatchEntry] = []
-        for batch_id in page.of(await store.ids(bus, tenant)):
+        for batch_id in page.of(await store.ids(bus, caller.tenant)):
             try:
-                found.append(entry((await store.find(bus, tenant, batch_id))[0]))
+                record, _ = await store.find(bus, caller.tenant, batch_id)
             except BatchNotFound:  # its time is over
                 continue
+            if caller.may_see(record.models):
+                found.append(entry(record))
             if len(found) > page.limit:
                 break
         data = found[: page.limit]
@@ -76,15 +79,20 @@ def router(context: Context, files: Files, families: Mapping[str, Family]) -> AP
         return _json(BatchList(data, first, last, len(found) > page.limit))
 
     async def show(request: Request, batch_id: str) -> Response:
-        return _json(entry((await store.find(bus, caller_of(request).tenant, batch_id))[0]))
+        caller = caller_of(request)
+        record, _ = await store.find(bus, caller.tenant, batch_id)
+        caller.check_models(record.models)
+        return _json(entry(record))
 
     async def cancel(request: Request, batch_id: str) -> Response:
         context.check_accepting()
-        now = int(time.time())
-        changed = await store.change(
-            bus, caller_of(request).tenant, batch_id, lambda record: life.cancelled(record, now)
-        )
-        return _json(entry(changed))
+        caller, now = caller_of(request), int(time.time())
+
+        def cancelled(record: BatchRecord) -> BatchRecord:
+            caller.check_models(record.models)
+            return life.cancelled(record, now)
+
+        return _json(entry(await store.change(bus, caller.tenant, batch_id, cancelled)))
 
     made = openapi.answer(BatchEntry)
     listed = openapi.answer(BatchList) | {"openapi_extra": {"parameters": listing.PARAMETERS}}

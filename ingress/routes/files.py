@@ -73,18 +73,24 @@ def router(context: Context, files: Files) -> APIRouter:
     routes = APIRouter(dependencies=[needs("infer")])
     uploads, bus = Uploads(context, files), context.registrar.bus
 
+    async def find(request: Request, file_id: str) -> FileRecord:
+        caller = caller_of(request)
+        record = await files.find(caller.tenant, file_id)
+        caller.check_models(record.models)
+        return record
+
     async def upload(request: Request) -> Response:
-        return _json(_entry(await uploads.take(request, caller_of(request).tenant)))
+        return _json(_entry(await uploads.take(request, caller_of(request))))
 
     async def list_all(request: Request) -> Response:
-        page, tenant, purpose = listing.page_of(request), caller_of(request).tenant, _purpose(request)
+        page, caller, purpose = listing.page_of(request), caller_of(request), _purpose(request)
         found: list[FileEntry] = []
-        for file_id in page.of(await files.ids(tenant)):
+        for file_id in page.of(await files.ids(caller.tenant)):
             try:
-                record = await files.find(tenant, file_id)
+                record = await files.find(caller.tenant, file_id)
             except FileNotFound:  # deleted meanwhile
                 continue
-            if purpose in (None, record.purpose):
+            if purpose in (None, record.purpose) and caller.may_see(record.models):
                 found.append(_entry(record))
             if len(found) > page.limit:
                 break
@@ -93,10 +99,10 @@ def router(context: Context, files: Files) -> APIRouter:
         return _json(FileList(data, first, last, len(found) > page.limit))
 
     async def show(request: Request, file_id: str) -> Response:
-        return _json(_entry(await files.find(caller_of(request).tenant, file_id)))
+        return _json(_entry(await find(request, file_id)))
 
     async def content(request: Request, file_id: str) -> Response:
-        record = await files.find(caller_of(request).tenant, file_id)
+        record = await find(request, file_id)
         first = await files.read(record, 0)  # while an error can still be told
         name = _UNSAFE.sub("_", record.filename)
         headers = {
@@ -108,9 +114,8 @@ def router(context: Context, files: Files) -> APIRouter:
 
     async def delete(request: Request, file_id: str) -> Response:
         context.check_accepting()
-        tenant = caller_of(request).tenant
-        record = await files.find(tenant, file_id)
-        for batch in await batches.open_batches(bus, tenant):
+        record = await find(request, file_id)
+        for batch in await batches.open_batches(bus, record.tenant):
             if file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
                 raise FileInUse(f"batch {batch.id} is {batch.status} and needs the file")
         await files.delete(record)

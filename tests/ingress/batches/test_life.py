@@ -44,7 +44,7 @@ def happen(record: BatchRecord, event: str, number: int) -> BatchRecord:
     left = record.total - record.cursor
     match event:
         case "validate" if record.status == "validating" and record.end is None:
-            return life.validated(record, 1 + number, 2)
+            return life.validated(record, 1 + number, ("m",), 2)
         case "reject" if record.status == "validating" and record.end is None:
             return life.rejected(record, [Problem("c", "m")], 2)
         case "cancel":
@@ -98,15 +98,15 @@ def test_any_life(events: list[tuple[str, int]]) -> None:
 
 
 def test_all_failed_is_no_success() -> None:
-    record = life.written(life.validated(new(), 3, 2), 3, 10, 3, Segment("", 0, "e", 1))
+    record = life.written(life.validated(new(), 3, (), 2), 3, 10, 3, Segment("", 0, "e", 1))
     failed = life.finished(life.finalizing(record, "", "err", 4), 5)
     assert (failed.status, failed.errors[0].code) == ("failed", "all_requests_failed")
-    one = life.written(life.validated(new(), 3, 2), 3, 10, 2, Segment("o", 1, "e", 1))
+    one = life.written(life.validated(new(), 3, (), 2), 3, 10, 2, Segment("o", 1, "e", 1))
     assert life.finished(life.finalizing(one, "out", "err", 4), 5).status == "completed"
 
 
 def test_files_are_named_once_they_can_be_read() -> None:
-    record = life.written(life.validated(new(), 1, 2), 1, 10, 0, Segment("o", 1, "", 0))
+    record = life.written(life.validated(new(), 1, (), 2), 1, 10, 0, Segment("o", 1, "", 0))
     made = life.finalizing(record, "out", "", 4)
     assert entry(made).output_file_id is None
     done = entry(life.finished(made, 5))

@@ -46,6 +46,7 @@ def test_lines_have_answers_or_errors_in_order(run_world: RunWorld) -> None:
         lines[3]["body"]["temperature"] = 5
         lines[5]["body"]["prompt"] = "break it"
         lines[7]["body"]["prompt"] = ["one", "two"]
+        lines[8]["body"]["model"] = "m@v1"
         lines.insert(9, "   ")
         batch = await world.finish(await world.create(lines))
         assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 40, 37, 3)
@@ -63,6 +64,8 @@ def test_lines_have_answers_or_errors_in_order(run_world: RunWorld) -> None:
         told = [(each["response"]["status_code"], each["response"]["body"]["error"]["code"]) for each in errors]
         assert told == [(400, "invalid_request"), (500, "engine_failed"), (400, "unsupported_parameter")]
         assert set(world.workers.executed.values()) == {1}
+        files = [await world.files.find(TENANT, each) for each in (batch.output_file_id, batch.error_file_id)]
+        assert (batch.models, [each.models for each in files]) == (("m",), [("m",), ("m",)])
         await nothing_is_left(world)
         assert (await world.bus.stream_info(subjects.RES_STREAM)).messages == 0, "results are deleted once written"
 
@@ -371,7 +374,7 @@ def test_a_batch_whose_input_is_gone_keeps_what_is_done(run_world: RunWorld) -> 
         batch = await world.finish(made)
         assert (batch.status, [each.code for each in batch.errors]) == ("failed", ["file_not_found"])
         again = await world.create([line(number) for number in range(30)])
-        await store.change(world.bus, TENANT, again.id, lambda record: life.validated(record, 30, 1))
+        await store.change(world.bus, TENANT, again.id, lambda record: life.validated(record, 30, ("m",), 1))
         await world.files.delete(await world.files.find(TENANT, again.input_file_id))
         batch = await world.finish(again)
         assert (batch.status, batch.total, batch.cursor) == ("failed", 30, 0)

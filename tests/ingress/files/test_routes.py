@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ingress.batches import store
 from ingress.batches.record import BatchRecord
-from ingress.files.store import object_key
+from ingress.files.store import FileRecord, Files, object_key
 from shared import tenancy
 from shared.audit import Actor
 from shared.bus import Bus
@@ -212,3 +213,69 @@ def test_what_is_anothers_is_not_there(nats_server: Any, s3_settings: Settings) 
         assert (await client.get(f"/v1/files/{theirs}/content", headers=others)).content == LINE
 
     run(settings(s3_settings, nats_server, require_keys=True), work)
+
+
+def test_a_key_that_is_held_to_models_has_files_and_batches_of_these_alone(
+    nats_server: Any, s3_settings: Settings
+) -> None:
+    own = settings(s3_settings, nats_server, require_keys=True)
+
+    async def work(client: httpx.AsyncClient, bus: Bus) -> None:
+        await tenancy.add(bus, ME, NewTenant(name="acme"))
+        keys = {}
+        for name, models in (("wide", ()), ("m", ("m",)), ("other", ("other",)), ("both", ("m", "other"))):
+            issued = await tenancy.issue(bus, ME, "acme", NewKey(models=models))
+            keys[name] = {"authorization": f"Bearer {issued.secret}"}
+        files = {name: (await upload(client, headers=headers)).json()["id"] for name, headers in keys.items()}
+        made = {}
+        for name in keys:
+            asked = {"input_file_id": files[name], "endpoint": "/v1/completions"}
+            made[name] = (await client.post("/v1/batches", json=asked, headers=keys[name])).json()["id"]
+        output = FileRecord(
+            id="file-made",
+            tenant="acme",
+            filename="o",
+            purpose="batch_output",
+            bytes=1,
+            created_at=1,
+            models=("m",),
+        )
+        await Files(bus, own).note(output)
+
+        async def seen(name: str) -> tuple[set[str], set[str]]:
+            """The keys whose files and whose batches are listed."""
+            told = [
+                {each["id"] for each in (await client.get(path, headers=keys[name])).json()["data"]}
+                for path in ("/v1/files", "/v1/batches")
+            ]
+            return {each for each in files if files[each] in told[0]}, {each for each in made if made[each] in told[1]}
+
+        sees = {"wide": set(keys), "m": {"m"}, "other": {"other"}, "both": {"m", "other", "both"}}
+        for name, headers in keys.items():
+            assert await seen(name) == (sees[name], sees[name])
+            for whose in keys:
+                for path in (f"/v1/files/{files[whose]}", f"/v1/batches/{made[whose]}"):
+                    answer = await client.get(path, headers=headers)
+                    assert answer.status_code == (200 if whose in sees[name] else 403), (name, whose, path)
+        listed = {name: (await client.get("/v1/files?limit=100", headers=keys[name])).text for name in keys}
+        assert [name for name in keys if output.id in listed[name]] == ["wide", "m", "both"]
+        for method, path in (
+            ("GET", f"/v1/files/{files['m']}/content"),
+            ("DELETE", f"/v1/files/{files['m']}"),
+            ("GET", f"/v1/files/{output.id}/content"),
+            ("DELETE", f"/v1/files/{output.id}"),
+            ("POST", f"/v1/batches/{made['m']}/cancel"),
+        ):
+            refused = await client.request(method, path, headers=keys["other"])
+            assert refusal(refused) == (403, "model_not_allowed", "model")
+        asked = {"input_file_id": files["wide"], "endpoint": "/v1/completions"}
+        refused = await client.post("/v1/batches", json=asked, headers=keys["other"])
+        assert refusal(refused) == (403, "model_not_allowed", "model")
+        # once its lines are known, it is of the models that these name
+        await store.change(bus, "acme", made["wide"], lambda record: replace(record, models=("m",)))
+        assert (await seen("m"))[1] == {"m", "wide"}
+        cancelled = await client.post(f"/v1/batches/{made['wide']}/cancel", headers=keys["m"])
+        assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelling")
+        assert (await client.delete(f"/v1/files/{files['m']}", headers=keys["both"])).status_code == 409
+
+    run(own, work)

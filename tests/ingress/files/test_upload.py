@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from ingress.files.store import FileRecord
 from ingress.files.upload import Uploads
+from ingress.identity import tenant_itself
 from shared.settings import Settings
 
 FORM = (
@@ -39,7 +40,7 @@ def upload(uploads: Uploads, tenant: str, ends: bool) -> asyncio.Task[FileRecord
 
     headers = [(b"content-type", b"multipart/form-data; boundary=x")]
     request = Request({"type": "http", "headers": headers}, receive)
-    return asyncio.create_task(uploads.take(request, tenant))
+    return asyncio.create_task(uploads.take(request, tenant_itself(tenant)))
 
 
 def test_a_tenant_whose_uploads_do_not_end_holds_up_its_own_alone() -> None:
