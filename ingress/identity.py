@@ -119,6 +119,10 @@ class Identities:
             raise InvalidApiKey(f"the API key {found.key.id} is {state}")
         return found
 
+    def has(self, caller: Caller) -> bool:
+        """Whether the key is of its tenant still, valid or not: a tenant may be removed while something of it is served."""
+        return not caller.key.sha256 or caller.key.sha256 in self._callers
+
     def caller_in(self, scope: MutableMapping[str, Any], now: float) -> Caller:
         """Whose a request is: whom it came with, which no header can say, or whose key it has. Raises InvalidApiKey."""
         known: Caller | None = scope.get(SCOPE_KEY)

@@ -137,7 +137,8 @@ class ResponsesExchange(Inference):
         admitted.ended_at = time.time()
         response = completed(admitted, gathered.choice, gathered.usage)
         kept = KeptResponse(msgspec.Raw(encode(response)), with_ids(self._items, self.rid))
-        if not await self._context.responses.keep(self._caller.tenant, self.rid, kept):
+        context, caller = self._context, self._caller
+        if not (context.identities.has(caller) and await context.responses.keep(caller.tenant, self.rid, kept)):
             told = decode_repeated(admitted.framing.repeated)
             told.store = False
             admitted.framing.repeated = encode(told)

@@ -197,9 +197,19 @@ def results_of_tenant(tenant: str) -> str:
     return f"res.{encode_token(tenant)}.*.result"
 
 
+def kept_of_tenant(tenant: str) -> str:
+    """All that is kept of a tenant's jobs."""
+    return f"res.{encode_token(tenant)}.*.*"
+
+
 def dead_letter(model: str, version: str, tenant: str) -> str:
     """Where a request that was given up is kept: `dlq.<model>.<version>.<tenant>`."""
     return f"dlq.{encode_token(model)}.{encode_token(version)}.{encode_token(tenant)}"
+
+
+def dead_letters_of_tenant(tenant: str) -> str:
+    """All of a tenant's requests that were given up."""
+    return f"dlq.*.*.{encode_token(tenant)}"
 
 
 def dead_letter_of(request_subject: str) -> str:

@@ -3,6 +3,7 @@
 Each change is in the audit log, by the `actor` who makes it.
 """
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
-from shared import audit, config, registry, subjects, tenants, webhook_secrets
+from shared import audit, config, registry, remains, subjects, tenants, webhook_secrets
 from shared.audit import Actor
 from shared.errors import ApiKeyNotFound, ApiKeyOver, BadRequest, TenantExists, TenantNotFound, Unavailable
 from shared.tenants import ApiKey, Limits, Priority, Role, Tenant, Weight
@@ -24,6 +25,7 @@ WRITE_TRIES_MAX = 10
 GRACE_SECONDS = 3600.0
 SECONDS_MAX = 10 * 365 * 24 * 3600.0
 NOTE_CHARACTERS_MAX = 200
+SETTLED_S = 15.0  # after a key is gone every ingress knows, and no write of one who did not is under way
 
 Seconds = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
 
@@ -162,10 +164,17 @@ async def revoke(bus: "Bus", actor: Actor, name: str, id_: str) -> ApiKey:
 
 
 async def remove(bus: "Bus", actor: Actor, name: str) -> Tenant:
-    """Remove a tenant with its keys, and what signs its webhooks: who is called so later has another one. What it has running
-    goes on. Raises TenantNotFound or Unavailable."""
+    """Remove a tenant: its keys, then all that is stored under its name, so that who is called so later finds nothing of it.
+
+    It takes `SETTLED_S`. The record goes last: where this fails or dies, it is there without keys, and is to be removed again.
+    Raises TenantNotFound, ObjectsUnavailable or Unavailable.
+    """
     async with audit.audited(bus, actor, "tenant.remove", name):
         tenant, _ = await _read(bus, name)
+        await _write(bus, name, lambda each: replace(each, keys=()))
+        await remains.remove(bus, name)  # ends what runs
+        await asyncio.sleep(SETTLED_S)
+        await remains.remove(bus, name)  # what was still being written
         await webhook_secrets.forget(bus, name)
         await bus.kv_delete(subjects.TENANTS_BUCKET, subjects.key(name))
     return tenant

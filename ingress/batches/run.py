@@ -66,7 +66,7 @@ class BatchRun:
             await self._run_lines(settler)
             ids = segments.file_ids(progress.record)
             await progress.update(lambda record: life.finalizing(record, *ids, _now()))
-        await segments.make_files(self._files, progress.record)
+        await segments.make_files(self._files, progress.record, progress.refresh)
         await self._end(lambda record: life.finished(record, _now()))
         await self._tidy()
         await settler.tidy_up()

@@ -3,7 +3,7 @@
 import io
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from ingress.batches.record import BatchRecord, Segment
@@ -98,8 +98,11 @@ def file_ids(record: BatchRecord) -> tuple[str, str]:
     return new_id(ID_PREFIX) if has_output else "", new_id(ID_PREFIX) if has_errors else ""
 
 
-async def make_files(files: Files, record: BatchRecord) -> None:
-    """Make the files of the batch from its segments; repeated, it makes the same. Raises ObjectsUnavailable, Unavailable."""
+async def make_files(files: Files, record: BatchRecord, check: Callable[[], Awaitable[None]]) -> None:
+    """Make the files of the batch from its segments; repeated, it makes the same.
+
+    Raises ObjectsUnavailable, Unavailable, and what `check` raises where the batch is not there any more.
+    """
     prefix = _prefix(record)
     for file_id, name, parts in (
         (record.output_file_id, "output", [(each.output, each.output_bytes) for each in record.segments]),
@@ -120,6 +123,7 @@ async def make_files(files: Files, record: BatchRecord) -> None:
             created_at=int(time.time()),
             models=record.models,
         )
+        await check()  # the bytes may have taken long
         await files.note(made)
 
 

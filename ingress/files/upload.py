@@ -13,7 +13,7 @@ from ingress.files.form import FILE, PURPOSE, Form
 from ingress.files.pulling import Pulled
 from ingress.files.store import FileRecord, Files, new_id
 from ingress.identity import Caller
-from shared.errors import BadRequest, BodyTimeout, Cancelled, ObjectsUnavailable
+from shared.errors import BadRequest, BodyTimeout, Cancelled, InvalidApiKey, ObjectsUnavailable
 
 FORM_BYTES = 64 * 1024  # of a form, beside the file in it
 ID_PREFIX = "file-"
@@ -39,8 +39,8 @@ class Uploads:
     async def take(self, request: Request, caller: Caller) -> FileRecord:
         """Store the file of a form.
 
-        Raises Draining, TooManyFiles, BadRequest, Unsupported, TooLarge, BodyTimeout, Cancelled, ObjectsUnavailable and
-        Unavailable.
+        Raises Draining, TooManyFiles, BadRequest, Unsupported, TooLarge, BodyTimeout, Cancelled, InvalidApiKey,
+        ObjectsUnavailable and Unavailable.
         """
         settings, tenant = self._context.settings, caller.tenant
         self._context.check_accepting()
@@ -54,6 +54,8 @@ class Uploads:
             raise BodyTimeout(f"the file did not arrive within {settings.file_upload_s:g} s") from None
         try:
             _check(form)
+            if not self._context.identities.has(caller):
+                raise InvalidApiKey("the tenant was removed meanwhile")
             if stored != form.file_bytes:
                 raise ObjectsUnavailable(f"the object store kept {stored} of {form.file_bytes} bytes")
             record = FileRecord(

@@ -53,7 +53,15 @@ FAMILIES: dict[str, Callable[[str], str]] = {
 MAY_SEND = {"request", "worker_control", "attach_broadcast", "find", "cancel", "wake"}  # and of those its own only
 NO_SUBJECTS = {  # filters of the above, names, and what reads them
     *("encode_token", "decode_token", "key", "names_of", "consumer", "fair_consumer", "is_fair", "requests_by_name"),
-    *("results_of_job", "results_of_tenant", "jobs_of_tenant", "is_dead_letter", "is_job"),
+    *(
+        "results_of_job",
+        "results_of_tenant",
+        "jobs_of_tenant",
+        "kept_of_tenant",
+        "dead_letters_of_tenant",
+        "is_dead_letter",
+        "is_job",
+    ),
     *("reads_json", "asked_service", "discovery", "service_infer", "service_jobs"),
     *("jobs_of_version", "job_consumer", "place_of_job"),
     "place_of_result",

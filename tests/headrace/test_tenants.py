@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.tenants import seconds_of
-from shared import tenants
+from shared import tenancy, tenants
 from shared.errors import HeadraceError
 
 KEY = re.compile(r"^hr_[A-Za-z0-9_-]{43}$", re.MULTILINE)
@@ -58,7 +58,8 @@ def test_durations_are_read() -> None:
 
 
 @pytest.mark.e2e
-def test_the_life_of_a_tenant_at_a_terminal(stack: Any, name: str) -> None:
+def test_the_life_of_a_tenant_at_a_terminal(stack: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenancy, "SETTLED_S", 0.0)
     added = run(stack, "tenants", "add", name, "--weight", "2", "--requests-per-minute", "60", "--note", "first")
     assert added.returncode == 0, added.stderr
     [key] = KEY.findall(added.stdout)

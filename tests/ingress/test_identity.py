@@ -314,6 +314,22 @@ def test_a_key_sees_and_uses_its_models_only(front: Any) -> None:
         assert refused.error["param"] == "model"
 
 
+def test_a_response_that_ends_after_its_tenant_is_not_kept(front: Any, make: Any) -> None:
+    body = {"model": "m", "input": "Hi"}
+
+    def removed(stream: Any) -> None:
+        put(front.identities, None)
+        make.says("a", "b")(stream)
+
+    for answer, is_kept in ((make.says("a", "b"), True), (removed, False)):
+        front.dispatcher.answer = answer
+        told = ask(front, "POST", "/v1/responses", "infer", body)
+        front.call(put, front.identities, TENANT)
+        assert (told.status, told.json["store"]) == (200, is_kept)
+        found = ask(front, "GET", f"/v1/responses/{told.json['id']}", "infer")
+        assert found.status == (200 if is_kept else 404)
+
+
 def test_the_order_of_the_checks(front: Any) -> None:
     unknown, path = CHAT | {"model": "no-such-model"}, "/v1/chat/completions"
     too_large = json.dumps(CHAT | {"metadata": "x" * 20_000}).encode()

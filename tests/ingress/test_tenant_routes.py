@@ -23,7 +23,9 @@ def name() -> str:
     return f"team-{secrets.token_hex(4)}"
 
 
-def test_the_life_of_a_tenant(nats_url: str, name: str) -> None:
+def test_the_life_of_a_tenant(nats_url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenancy, "SETTLED_S", 0.0)
+
     async def work(client: httpx.AsyncClient, bus: Bus) -> None:
         made = await client.post("/v1/tenants", json={"name": name, "weight": 2, "limits": {"concurrency": 3}})
         assert made.status_code == 201

@@ -27,6 +27,12 @@ def name() -> str:
     return f"team {secrets.token_hex(4)}"
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal waits for nobody."""
+    monkeypatch.setattr(tenancy, "SETTLED_S", 0.0)
+
+
 def on_bus(nats_url: str, work: Callable[[Bus], Awaitable[None]]) -> None:
     async def main() -> None:
         bus = await Bus.connect(Settings(nats_url=nats_url), "test")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shared import encoders, results, subjects, tenants, usage, wire
+from shared import encoders, remains, results, subjects, tenants, usage, wire
 from shared.errors import (
     BadRequest,
     Cancelled,
@@ -14,6 +14,7 @@ from shared.errors import (
     GenerationDeadline,
     Poisoned,
     QueueDeadline,
+    Unavailable,
     WrongTask,
 )
 from shared.jobs import Jobs, Ticket
@@ -322,3 +323,29 @@ def test_a_job_ends_at_its_deadline(run_fleet: RunFleet) -> None:
         await nothing_is_left(fleet)
 
     run_fleet(work, source="sim:fixed-5ms")
+
+
+def test_a_job_ends_soon_after_its_tenant(run_fleet: RunFleet) -> None:
+    async def work(fleet: Fleet) -> None:
+        await fleet.active(fleet.spawn())
+        it = Jobs(fleet.bus)
+        ticket = await it.submit(request(1, max_tokens=4000), "a")  # 80 s
+        await began(fleet, it, ticket)
+
+        async def is_had() -> bool:
+            try:
+                await fleet.bus.request(subjects.FIND_JOB, wire.encode(wire.About(ticket.id, "a")), 1.0)
+            except Unavailable:
+                return False
+            return True
+
+        assert await is_had()
+        await remains.remove(fleet.bus, "a")
+        async with asyncio.timeout(15):
+            while await is_had():
+                pass
+        await nothing_is_left(fleet)
+        kept = await results.read(fleet.bus, "a", ticket.id)
+        assert (kept.checkpoint, kept.result) == (None, None)
+
+    run_fleet(work, source="sim:fixed-20ms")

@@ -13,10 +13,10 @@ from ingress.batches.progress import Superseded
 from ingress.batches.record import BatchRecord
 from ingress.batches.validation import PROBLEMS_MAX
 from ingress.batches.window import LOOK_EVERY_S
-from shared import notices, results, subjects
+from shared import notices, remains, results, subjects
 from shared.bus import PAYLOAD_MARGIN_BYTES, Bus
 from shared.claim_check import JOB_INPUTS
-from shared.errors import HeadraceError
+from shared.errors import BatchNotFound, HeadraceError
 from shared.webhooks import Webhook
 
 from .conftest import ENDED_AT, ENDPOINT, RESPONSES, TENANT, RunWorld, World, line, response_line, until, working
@@ -339,6 +339,42 @@ def test_a_runner_that_lost_the_lead_or_the_record_writes_nothing_more(run_world
         assert (await world.read(other)).status == "validating"
 
     run_world(work)
+
+
+@pytest.mark.parametrize("when", ["lines", "files"])
+def test_a_batch_ends_with_its_tenant_and_leaves_nothing(run_world: RunWorld, when: str) -> None:
+    async def work(world: World) -> None:
+        made = await world.create([line(number) for number in range(40)])
+        write = world.files.write
+
+        async def write_long(*given: Any) -> int:
+            size = await write(*given)
+            await remains.remove(world.bus, TENANT)
+            return size
+
+        if when == "lines":
+            world.workers.held = lambda rid: int(rid.rpartition("-")[2]) > 20
+        else:
+            world.files.write = write_long  # type: ignore[method-assign]
+        run = await world.run(made)
+        running = asyncio.create_task(run.run())
+        if when == "lines":
+            await until(lambda: done(world, made, 20))
+            await remains.remove(world.bus, TENANT)
+            run.tell_changed()  # as the mark in the bucket does
+        async with asyncio.timeout(10):
+            await asyncio.wait({running})
+        with pytest.raises((BatchNotFound, ExceptionGroup)):
+            await running
+        await remains.remove(world.bus, TENANT)  # what it was at then
+        assert await world.no_jobs()
+        assert await world.files.ids(TENANT) == []
+        assert await world.files.call(lambda objects: objects.list("")) == []
+        assert (await world.bus.stream_info(subjects.RES_STREAM)).messages == 0
+        with pytest.raises(BatchNotFound):
+            await world.read(made)
+
+    run_world(work, batch_waiting_max=12)
 
 
 def test_the_window_bounds_what_waits_and_what_is_ahead(run_world: RunWorld) -> None:

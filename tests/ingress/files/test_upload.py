@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from ingress.files.store import FileRecord
 from ingress.files.upload import Uploads
-from ingress.identity import tenant_itself
+from ingress.identity import Identities, tenant_itself
 from shared.settings import Settings
 
 FORM = (
@@ -45,7 +45,9 @@ def upload(uploads: Uploads, tenant: str, ends: bool) -> asyncio.Task[FileRecord
 
 def test_a_tenant_whose_uploads_do_not_end_holds_up_its_own_alone() -> None:
     async def work() -> None:
-        context: Any = SimpleNamespace(settings=Settings(file_uploads_max=4), check_accepting=lambda: None)
+        context: Any = SimpleNamespace(
+            settings=Settings(file_uploads_max=4), check_accepting=lambda: None, identities=Identities(False)
+        )
         files: Any = Files()
         uploads = Uploads(context, files)
         slow = [upload(uploads, "slow", ends=False) for _ in range(4)]
