@@ -45,9 +45,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     expires_at: int
     metadata: dict[str, str] | None = None
     webhook: Webhook | None = None
-    models: tuple[
-        str, ...
-    ] = ()  # that lines may be of: what the key may use that made it; once validated, those they name
+    # that lines may be of: what the key may use that made it, (): all; once validated, those that lines name
+    models: tuple[str, ...] = ()
     status: Status = "validating"
     in_progress_at: int = 0
     finalizing_at: int = 0
