@@ -23,7 +23,7 @@ from ingress.service_call import TAKEN, ServiceCall, as_json
 from shared import subjects, wire
 from shared.background import Background
 from shared.bus import NO_RESPONDERS, Bus, Message, Subscription
-from shared.errors import HeadraceError, NotFound
+from shared.errors import HeadraceError, ModelNotFound, NotFound
 from shared.services import Asked, Routed
 
 log = logging.getLogger(__name__)
@@ -108,16 +108,16 @@ class Services:
     def _on_request(self, message: Message) -> None:
         """Raises Malformed for what cannot be answered."""
         try:
-            tenant, names = subjects.asked_service(message.subject)
+            tenant, tokens = subjects.asked_service(message.subject)
             own = subjects.frame_address(tenant, "")
         except ValueError as error:
             raise wire.Malformed(str(error)) from None
         reply = message.headers.get(wire.HEADER_REPLY, message.reply)
         if not reply or (reply != message.reply and not (reply.startswith(own) and re.match(wire.ADDRESS, reply))):
             raise wire.Malformed("no address of its own for the answer")
-        self._tasks.do(self._serve(tenant, names, message, reply))
+        self._tasks.do(self._serve(tenant, tokens, message, reply))
 
-    async def _serve(self, tenant: str, names: list[str], message: Message, reply: str) -> None:
+    async def _serve(self, tenant: str, tokens: list[str], message: Message, reply: str) -> None:
         self._numbers += 1
         token = str(self._numbers)
 
@@ -127,7 +127,7 @@ class Services:
         call = ServiceCall(publish)
         self._calls[token] = call
         try:
-            await self._answer(call, tenant, names, message)
+            await self._answer(call, tenant, tokens, message)
         except HeadraceError as error:
             await call.refuse(error)
         except Exception:  # the application has answered that it has a defect
@@ -135,14 +135,15 @@ class Services:
         finally:
             del self._calls[token]
 
-    async def _answer(self, call: ServiceCall, tenant: str, names: list[str], message: Message) -> None:
-        if (found := MEANT.get(tuple(names))) is not None:
+    async def _answer(self, call: ServiceCall, tenant: str, tokens: list[str], message: Message) -> None:
+        if (found := MEANT.get(tuple(tokens))) is not None:
             meant = decode(_decode_meant, message.data)
             path = found[1].format(id=meant.id)
             await self._ask(call, tenant, Asks(found[0], path, {"wait": meant.wait} if meant.wait else {}), message)
             return
-        match names:
-            case ["infer", model]:
+        match tokens:
+            case ["infer", token]:
+                model = _model(token)
                 body = as_json(message.data, message.headers.get("Content-Type", ""))
                 await self._ask(call, tenant, Asks("POST", f"/v1/models/{model}/infer", body=body), message)
             case ["jobs", "submit"]:
@@ -156,7 +157,7 @@ class Services:
             case ["route"]:
                 await call.answer(self._route(tenant, decode(_decode_asked, message.data)))
             case _:
-                raise NotFound(f"there is no service {'.'.join(['headrace', *names])}")
+                raise NotFound(f"there is no service {'.'.join(['headrace', *tokens])}")
 
     def _route(self, tenant: str, asked: Asked) -> Routed:
         """Where a request goes that its caller publishes itself. Raises what the router refuses with."""
@@ -194,3 +195,11 @@ class Services:
             SCOPE_KEY: tenant_itself(tenant),
         }
         await self._application(scope, call.receive, call.send)
+
+
+def _model(token: str) -> str:
+    """The model that a subject names. Raises ModelNotFound for a token of no name: no model can have it."""
+    try:
+        return subjects.decode_token(token)
+    except ValueError:
+        raise ModelNotFound(f"no model's name is written as the token `{token[:80]}`", param="model") from None

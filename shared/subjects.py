@@ -328,14 +328,14 @@ def services_as(tenant: str | None) -> str:
 
 
 def asked_service(subject: str) -> tuple[str, list[str]]:
-    """The tenant who asks and the names of what for, `["infer", "chat"]`. Raises ValueError.
+    """The tenant who asks and the tokens of what for, `["infer", "chat"]`. Raises ValueError for a tenant that is no name.
 
     Who is in no account of a tenant is the local one.
     """
     if subject.startswith("headrace."):
-        return LOCAL_TENANT, [decode_token(token) for token in subject.split(".")[1:]]
-    _, tenant, _, *names = subject.split(".")
-    return decode_token(tenant), [decode_token(token) for token in names]
+        return LOCAL_TENANT, subject.split(".")[1:]
+    _, tenant, _, *tokens = subject.split(".")
+    return decode_token(tenant), tokens
 
 
 def discovery(verb: str, id: str) -> list[str]:

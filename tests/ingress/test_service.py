@@ -20,7 +20,7 @@ from ingress.service import Services
 from shared import services, subjects, wire
 from shared.bus import Bus, Message
 from shared.dispatch import Dispatcher
-from shared.errors import BadRequest, ModelNotFound, Unavailable
+from shared.errors import BadRequest, ModelNotFound, NotFound, Unavailable
 from shared.records import Route, Version, Weight
 from shared.router import Router
 from shared.settings import Settings
@@ -147,6 +147,12 @@ def test_what_is_no_question_is_refused_by_code(serve: Any) -> None:
         ):
             with pytest.raises(BadRequest):
                 await fixture.ask(subject, body)
+        for token in ("=", "=zz", "=FF", "=61", "=5A", "%", "x" * 129):  # none is what a name is written as
+            for root in ("", "as.acme."):
+                with pytest.raises(ModelNotFound, match="no model's name is written as"):
+                    await fixture.ask(f"{root}headrace.infer.{token}", {"input": "x"})
+        with pytest.raises(NotFound):
+            await fixture.ask("headrace.=zz", {})
         assert fixture.scopes == []
 
     serve(work)
@@ -209,6 +215,8 @@ def test_whatever_is_sent_is_answered_with_a_code_or_is_nobodys(serve: Any) -> N
             subjects.service_jobs("show"),
             "headrace.x",
             "headrace.infer",
+            "headrace.infer.=",
+            "as.acme.headrace.infer." + "x" * 999,
         ]
         for body in bodies:
             for subject in asked:
@@ -217,13 +225,7 @@ def test_whatever_is_sent_is_answered_with_a_code_or_is_nobodys(serve: Any) -> N
             packed = {"Content-Type": "application/msgpack"}
             answer = await fixture.bus.request(subjects.service_infer("m"), body, headers=packed)
             assert answer.headers["Hr-End"] in ("complete", "error")
-        for subject in (
-            "headrace.infer.=",
-            "as.=.headrace.whoami",
-            "as.acme.headrace.infer.=zz",
-            "headrace.infer." + "x" * 999,
-        ):
-            await fixture.bus.publish(subject, b"{}", "tok.local.x")
+        await fixture.bus.publish("as.=.headrace.whoami", b"{}", "tok.local.x")
         assert (await fixture.ask(subjects.SERVICE_WHOAMI, {}))["tenant"] == "local"
 
     serve(work)
