@@ -215,6 +215,24 @@ def demo(context: typer.Context, report_fd: Annotated[int | None, typer.Option(h
 
 
 @app.command(hidden=True)
+def check_nats(context: typer.Context, report_fd: Annotated[int | None, typer.Option(hidden=True)] = None) -> None:
+    """Try whether the NATS of the settings can be used, in a process of its own so that the supervisor stays small."""
+    from headrace.check_nats import check
+    from headrace.stack import reports
+    from shared import lifeline
+
+    settings = _globals(context).local_settings()
+    if settings.lifeline_fd is not None:
+        lifeline.watch(settings.lifeline_fd)
+    try:
+        check(settings)
+    except (HeadraceError, SettingsError) as error:
+        if report_fd is not None:
+            reports.sender(report_fd)(reports.Failed(str(error)))
+        raise
+
+
+@app.command(hidden=True)
 def server(context: typer.Context, name: Annotated[str, typer.Argument(metavar="nats|objects|redis")]) -> None:
     """Become one of the stack's servers, where the settings say: the Procfile's lines for other runners."""
     from headrace.stack.servers import become

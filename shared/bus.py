@@ -170,7 +170,7 @@ class Bus(KeyValue):
             from shared import nkey  # few need it
 
             nkey.public_key(Path(settings.nats_nkey))  # a file that is of no use is told at once
-        self._refusal = ""  # why the last try to connect failed
+        self.refusal = ""  # why there is no connection, or what the server did not permit; the last of it
         self._client = _Client()
         self._subscriptions: dict[int, Subscription] = {}
         self._on_reconnect: list[Callable[[], Awaitable[None] | None]] = []
@@ -191,7 +191,9 @@ class Bus(KeyValue):
             async with asyncio.timeout(wait_s):
                 await bus._open()
         except TimeoutError:
-            raise Unavailable(f"NATS does not answer at {settings.nats_shown}{bus._refusal}") from None
+            raise Unavailable(
+                f"there is no connection to NATS at {settings.nats_shown}: {bus.refusal or 'no answer'}"
+            ) from None
         await bus.subscribe(bus.inbox + ".*", bus._on_ack)
         bus._probing = asyncio.create_task(bus._probe())
         return bus
@@ -264,9 +266,9 @@ class Bus(KeyValue):
                 with contextlib.suppress(Exception):
                     await client.close()
                 log.info("NATS at %s is not there yet: %r", self.settings.nats_shown, error)
-                self._refusal = f": {error}"
+                self.refusal = str(error)
                 await asyncio.sleep(0.2)
-        self._client = client
+        self._client, self.refusal = client, ""
         for subscription in list(self._subscriptions.values()):
             await subscription.bind(client)
         await client.flush()
@@ -285,9 +287,7 @@ class Bus(KeyValue):
                     await client.force_reconnect()
 
     async def _error(self, error: Exception) -> None:
-        self._refusal = (
-            f": {error}"  # nats-py's tries of its own, when the first connection is made, are told here only
-        )
+        self.refusal = str(error)  # nats-py's own tries to make the first connection are told here only
         # while it is away, every try to connect again says so
         log.log(logging.WARNING if self._client.is_connected else logging.DEBUG, "NATS: %r", error)
 

@@ -221,7 +221,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def nats_shown(self) -> str:
         """`nats_url` for logs and people: what may be a password is left out."""
-        return re.sub(r"//[^/,]*@", "//...@", self.nats_url)
+        return re.sub(r"//[^,]*@", "//...@", self.nats_url)
 
     @property
     def cache_path(self) -> Path:

@@ -19,6 +19,7 @@ from shared.lifeline import die_with_parent
 from shared.settings import PREFIX, Settings
 
 LOCAL_IDLE_SECONDS = 60.0
+DEMO, CHECK = "demo", "check-nats"  # processes that end by themselves, each a command of that name
 PORT_WAIT_S = 6.0  # for the processes of a killed stack to let go of the HTTP port
 
 
@@ -29,6 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     servers: list[Command]
     processes: list[Command]  # in the order in which they are ended
     demo: Command
+    check: Command | None = None  # runs first, and fails with the reason when a NATS that is not ours cannot be used
     state: StackState
 
 
@@ -87,7 +89,8 @@ def make(data: Path, http_port: int | None, lifeline_fd: int, environ: Mapping[s
             _own_command("ingress", env, lifeline_fd, ingress_ready),
             _own_command("controller", env, lifeline_fd),
         ],
-        demo=_own_command("demo", env, lifeline_fd),
+        demo=_own_command(DEMO, env, lifeline_fd),
+        check=_own_command(CHECK, env, lifeline_fd) if "nats_url" in by_hand else None,
         state=StackState(
             pid=os.getpid(),
             started=0.0,

@@ -22,7 +22,7 @@ from headrace.stack import plan as planning
 from headrace.stack import reports, state
 from headrace.stack.plan import Plan
 from headrace.stack.process import Command, Process, Reaper, end, tail
-from headrace.stack.reports import Progress
+from headrace.stack.reports import Failed, Progress
 from headrace.stack.state import ProcessState, StackError
 from shared.lifeline import become_subreaper
 
@@ -84,6 +84,8 @@ class Supervisor:
     # -- up ------------------------------------------------------------------------------------------------------------
 
     async def _start(self, demo: bool) -> None:
+        if self._plan.check is not None:
+            await self._run_once(self._plan.check, "NATS cannot be tried")
         for commands in (self._plan.servers, self._plan.processes):
             if commands:
                 self._report("starting " + " and ".join(command.name for command in commands))
@@ -93,7 +95,7 @@ class Supervisor:
                 self._keepers.append(keeper)
             await asyncio.gather(*(self._until_ready(command) for command in commands))
         if demo:
-            await self._run_demo()
+            await self._run_once(self._plan.demo, "the demo model cannot be registered; --no-demo does without")
 
     async def _keep(self, command: Command) -> None:
         """Run a process again and again, sooner if it lived long."""
@@ -159,32 +161,32 @@ class Supervisor:
                 )
             await asyncio.sleep(POLL_S)
 
-    async def _run_demo(self) -> None:
-        """Register the demo model in a process of its own, and pass its progress on."""
+    async def _run_once(self, once: Command, failing: str) -> None:
+        """Run a process to its end and pass its progress on. Raises StackError with the reason it tells, else `failing`."""
         read_end, write_end = os.pipe()
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
         )
-        demo = self._plan.demo
-        command = replace(demo, argv=[*demo.argv, "--report-fd", str(write_end)], pass_fds=(*demo.pass_fds, write_end))
+        command = replace(once, argv=[*once.argv, "--report-fd", str(write_end)], pass_fds=(*once.pass_fds, write_end))
         try:
             process = Process(command, self._logs, self._reaper)
         finally:
             os.close(write_end)
         self._processes[command.name] = process
+        reason = ""
         try:
             async for line in reader:
-                report = reports.decode(line)
-                if isinstance(report, Progress):
-                    self._report(report.line)
+                match reports.decode(line):
+                    case Progress(text):
+                        self._report(text)
+                    case Failed(reason):
+                        pass
             code = await asyncio.shield(process.ended)
         finally:
             transport.close()
         if code != 0:
-            raise StackError(
-                f"the demo model cannot be registered (see {process.log}, or use --no-demo):\n{tail(process.log)}"
-            )
+            raise StackError(reason or f"{failing}; the end of {process.log}:\n{tail(process.log)}")
         del self._processes[command.name]
 
     # -- down ----------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class Supervisor:
             keeper.cancel()
         failures = await asyncio.gather(*self._keepers, return_exceptions=True)
         drain_s = self._plan.settings.drain_budget_s + MARGIN_S
-        await self._end_processes(["demo"], 0.0)
+        await self._end_processes([planning.CHECK, planning.DEMO], 0.0)
         await self._end_processes(["ingress"], drain_s)
         await self._end_processes(["controller"], CONTROLLER_STOP_S)
         while orphans := self._orphans():

@@ -534,5 +534,5 @@ def test_a_key_that_is_none_is_named_and_not_told(tmp_path: Path) -> None:
 
 
 def test_a_password_in_the_url_is_not_shown() -> None:
-    settings = Settings(nats_url="nats://me:pass@a:1,tls://token@b:2,nats://c:3")
+    settings = Settings(nats_url="nats://me:p/a@ss@a:1,tls://token@b:2,nats://c:3")
     assert settings.nats_shown == "nats://...@a:1,tls://...@b:2,nats://c:3"

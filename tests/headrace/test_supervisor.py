@@ -144,6 +144,25 @@ def test_a_port_that_is_taken_and_a_process_that_cannot_start_are_told(beside_se
     assert processes_of(beside_servers.data) == []
 
 
+@pytest.mark.e2e
+def test_a_named_nats_that_cannot_be_used_is_told_in_a_line_and_soon(beside_servers: Any, guarded_nats: Any) -> None:
+    address = guarded_nats.url.removeprefix("nats://")
+    for variables, shown, reason in (
+        ({"HEADRACE_NATS_REPLICAS": "3"}, beside_servers.env["HEADRACE_NATS_URL"], "replicas > 1 not supported"),
+        ({"HEADRACE_NATS_URL": f"nats://me:secret@{address}"}, f"nats://...@{address}", "Authorization Violation"),
+        ({"HEADRACE_NATS_URL": "nats://127.0.0.1:1"}, "nats://127.0.0.1:1", "Connect call failed"),
+    ):
+        beside_servers.env |= variables
+        for options in ([], ["--detach"]):
+            refused = beside_servers.headrace("up", "--port", "0", "--no-demo", *options, timeout_s=60)
+            assert (refused.returncode, refused.stdout.strip()) == (1, "")
+            assert refused.stderr.count("\n") == 1
+            assert shown in refused.stderr
+            assert reason in refused.stderr
+            assert "secret" not in refused.stderr + (beside_servers.data / "logs" / "check-nats.log").read_text()
+    assert processes_of(beside_servers.data) == []
+
+
 def _other_pid(stack: Any, name: str, old: int) -> dict[str, int] | None:
     found: dict[str, int] = stack.state["processes"][name]
     return found if found["pid"] != old else None
