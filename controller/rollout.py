@@ -182,10 +182,13 @@ def waits_for(deployment: Deployment, facts: Facts, now: float) -> str:
         return f"{left_s:.0f} s of baking" if left_s > 0 else ""
     step = deployment.steps[deployment.step]
     if not deployment.hurried:
+        lacks, ended = [], facts.canary_step.ended
         if soaked_s < step.soak_seconds:
-            return f"{step.soak_seconds - soaked_s:.0f} s of soaking"
-        if facts.canary_step.ended < step.requests_min:
-            return f"requests: {facts.canary_step.ended} of {step.requests_min} have ended"
+            lacks.append(f"{step.soak_seconds - soaked_s:.0f} s of soaking")
+        if ended < step.requests_min:
+            lacks.append(f"requests from {step.pct:g}% of the traffic: {ended} of {step.requests_min} have ended")
+        if lacks:
+            return " and ".join(lacks)
     following = _following(deployment)
     return _lacks(facts, following) if following is not None else ""
 

@@ -1,6 +1,6 @@
 """A rollout as it moves, in the terminal: the events as they come, and below them weights, workers and gates as they are.
 
-Where no terminal is, the events alone, one a line.
+Where no terminal is, the events alone, one a line; when they cease for a while, what is waited for.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from shared.rollouts import Deployment, Event, Finding, Progress
 
 REFRESH_S = 1.0
 REFRESH_MIN_S = 0.1
+QUIET_S = 10.0  # without an event
 
 
 class Scene:
@@ -97,6 +98,10 @@ async def follow(bus: Bus, id_: str, as_json: bool) -> Deployment:
     terminal = console()
     live = Live(console=terminal, auto_refresh=False) if terminal.is_terminal and not as_json else None
     watches = []
+
+    def say(line: str) -> None:
+        terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+
     try:
         for bucket, callback in (
             (subjects.ROUTES_BUCKET, scene.on_route),
@@ -106,16 +111,22 @@ async def follow(bus: Bus, id_: str, as_json: bool) -> Deployment:
         ):
             watches.append(await bus.watch(bucket, callback))
         with live or contextlib.nullcontext():
-            told = 0
+            told, told_at, waits = 0, time.monotonic(), ""
             while True:
                 scene.changed.clear()
                 deployment = scene.found()
                 for event in events_after(deployment, told):
-                    line = _as_json(deployment, event) if as_json else event_line(deployment, event)
-                    terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+                    say(_as_json(deployment, event) if as_json else event_line(deployment, event))
+                    told_at, waits = time.monotonic(), ""
                 told = deployment.serial
                 if live is not None:
                     live.update(render(scene), refresh=True)
+                elif not as_json and time.monotonic() - told_at > QUIET_S:
+                    told_at, before, waits = time.monotonic(), waits, _waits(deployment, scene.progress)
+                    if waits != before:
+                        share = deployment.basis_points / 100
+                        now = Event(at=time.time(), state=deployment.state, pct=share, reason=waits)
+                        say(event_line(deployment, now))
                 if deployment.ended:
                     return deployment
                 await asyncio.sleep(REFRESH_MIN_S)

@@ -102,7 +102,13 @@ def test_from_the_beginning_to_the_end() -> None:
         ("pending", 0, {"state": "registered"}, "the version to be available"),
         ("warming", 99, {"active": 0}, "workers: 0 of 1 serve"),
         ("stepping", 9, {}, "1 s of soaking"),
-        ("stepping", 99, {"canary_step": answered(19)}, "requests: 19 of 20 have ended"),
+        ("stepping", 99, {"canary_step": answered(19)}, "requests from 10% of the traffic: 19 of 20 have ended"),
+        (
+            "stepping",
+            9,
+            {"canary_step": Tally()},
+            "1 s of soaking and requests from 10% of the traffic: 0 of 20 have ended",
+        ),
         ("stepping", 99, {"active": 2}, "workers: 2 of 3 serve"),  # 28 slots, half of it, 8 at 70%
         ("baking", 15, {}, "5 s of baking"),
         ("rolling_back", 99, {}, "9 requests that run"),

@@ -314,6 +314,33 @@ def test_where_no_terminal_is_each_event_is_a_line_as_it_comes(on_bus: Any, mode
         assert process.wait(10) == 1
 
 
+def test_where_no_terminal_is_a_quiet_rollout_says_once_what_it_waits_for(
+    on_bus: Any, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rollout_view, "QUIET_S", 0.1)
+    lacks = "requests from 1% of the traffic: 0 of 100 have ended"
+
+    async def watch(bus: Bus, as_json: bool) -> list[str]:
+        made = await deployments.create(bus, NewDeployment(model=model, version="v2"))
+        await move(bus, made.id, "stepping", step=0)
+        told = rollouts.encode(_progress(made.id, lacks))
+        await bus.kv_put(subjects.ROLLOUTS_BUCKET, subjects.key(made.id), told)
+        watching = asyncio.create_task(rollout_view.follow(bus, made.id, as_json))
+        await asyncio.sleep(2.5)
+        await move(bus, made.id, "failed")
+        await watching
+        return capsys.readouterr().out.splitlines()
+
+    lines = on_bus(lambda bus: watch(bus, as_json=False))
+    assert [line.split(maxsplit=3)[3] for line in lines] == [
+        "pending 0%: created",
+        "stepping 1%: now stepping",
+        f"stepping 1%: waits for {lacks}",
+        "failed 0%: now failed",
+    ]
+    assert len(on_bus(lambda bus: watch(bus, as_json=True))) == 3  # events alone
+
+
 def test_a_promotion_ends_it_well_and_in_json_if_asked(on_bus: Any, model: str) -> None:
     id_ = shown("deploy", f"{model}@v2")["deployment_id"]
     on_bus(lambda bus: move(bus, id_, "baking", "promoted", evidence=[TTFT]))
