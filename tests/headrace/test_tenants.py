@@ -12,14 +12,18 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from headrace.audit import in_words
 from headrace.cli import app
+from headrace.deployments import gates_of
 from headrace.tenants import seconds_of
 from shared import tenancy, tenants
 from shared.errors import HeadraceError
+from shared.rollouts import DEFAULT_STEPS, NewDeployment
 
 KEY = re.compile(r"^hr_[A-Za-z0-9_-]{43}$", re.MULTILINE)
 
@@ -130,6 +134,22 @@ def test_what_is_wrong_is_usage(stack: Any, name: str) -> None:
     assert name not in {each["name"] for each in said(stack, "tenants", "list")}
 
 
+def test_the_table_of_the_audit_log_says_what_was_changed_and_nothing_that_is_as_usual() -> None:
+    asked = NewDeployment(model="m", version="v2", steps=DEFAULT_STEPS["canary"])
+    assert in_words(json.loads(msgspec.json.encode(asked))) == "model=m version=v2 strategy=canary steps=1,5,25,100"
+    gates = gates_of(
+        ["error_rate.max=0.02", "ttft_p99.ratio_max=off", "tpot_p99=off", "crashes_max=0", "samples_min=30"]
+    )
+    asked = NewDeployment(model="m", version="v2", gates=gates, bake_seconds=0.0)
+    changed = "gates.error_rate.max=0.02 gates.ttft_p99.ratio_max=off gates.tpot_p99=off gates.crashes_max=0"
+    assert sorted(in_words(json.loads(msgspec.json.encode(asked))).split()) == sorted(
+        f"model=m version=v2 strategy=canary bake_seconds=0.0 {changed}".split()
+    )
+    limits = {"limits": {"max_replicas": 2, "idle_seconds": None, "schedule": [{"from": 1}, {"from": 2}]}, "engine": {}}
+    assert in_words(limits) == "limits.max_replicas=2 limits.idle_seconds=default limits.schedule=(2)"
+    assert in_words({"models": ["a", "b"], "expires_seconds": None, "note": ""}) == "models=a,b"
+
+
 @pytest.mark.e2e
 def test_models_and_aliases_are_audited(stack: Any, name: str) -> None:
     stack.push("sim:zero", name)
@@ -139,6 +159,10 @@ def test_models_and_aliases_are_audited(stack: Any, name: str) -> None:
     assert run(stack, "models", "set", f"{name}@v1", "--max-replicas", "1").returncode == 0
     stack.push("sim:zero", name, version="v2")
     deployed = said(stack, "deploy", f"{name}@v2", "--strategy", "canary")
+    [line] = [each for each in run(stack, "audit").stdout.splitlines() if f"model={name} " in each]
+    assert line.split()[7:] == [f"model={name}", "version=v2", "strategy=canary"]
+    [entry] = [each for each in said(stack, "audit") if each["target"] == deployed["deployment_id"]]
+    assert "samples_min" in entry["detail"]["gates"]
     assert run(stack, "rollback", name).returncode == 0
     told = [
         (entry["action"], entry["target"], entry["result"])
