@@ -146,7 +146,7 @@ class EncoderEngine(EngineThread[EncoderRun]):
             usage = None if run.left else Usage(run.tokens, 0)
             events.append(TokenEvent(key=run.key, choice=each.number, finish="stop", usage=usage, vector=vector))
             if not run.left:
-                del self._runs[run.key]
+                self._forget(run)
         self._observe(begin, time.monotonic())
 
     def _step_raised(self, batch: list[EncoderInput], error: Exception, events: list[TokenEvent]) -> None:
@@ -163,9 +163,9 @@ class EncoderEngine(EngineThread[EncoderRun]):
         events.append(failure(run.key, error))
 
     def _end(self, run: EncoderRun) -> None:
-        del self._runs[run.key]
         for each in run.inputs:
             self._rounds.done(each)
+        self._forget(run)
 
     def _observe(self, begin: float, now: float) -> None:
         ms = (now - begin) * 1e3

@@ -182,7 +182,7 @@ class BatchEngine(Generates, EngineThread[Run]):
             else:
                 events.append(run.event(choice, [], [], None))
         if run.open == 0:
-            del self._runs[request.key]
+            self._forget(run)
 
     def _length_max(self, request: EngineRequest) -> int:
         prompt_tokens = len(request.prompt_ids)
@@ -310,7 +310,7 @@ class BatchEngine(Generates, EngineThread[Run]):
             self._scheduler.remove(choice)
         events.append(run.event(choice, ids, text, logprobs))
         if run.open == 0:
-            del self._runs[run.key]
+            self._forget(run)
 
     def _step_raised(self, plan: StepPlan, error: Exception, events: list[TokenEvent]) -> None:
         """Recompute each sequence of the step alone; one that raises again ends its run."""
@@ -333,10 +333,10 @@ class BatchEngine(Generates, EngineThread[Run]):
         events.append(failure(run.key, error))
 
     def _end(self, run: Run) -> None:
-        del self._runs[run.key]
         for choice in run.choices:
             if not choice.ended:
                 self._scheduler.remove(choice)
+        self._forget(run)
 
     def _start_over(self) -> None:
         self._scheduler = self._new_scheduler()

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from shared.errors import EngineFailed, HeadraceError
 from workers.engine.fairness import TenantLedger
@@ -21,7 +21,18 @@ LOST = -math.inf  # as the begin of the step now running: longer ago than any li
 
 log = logging.getLogger(__name__)
 
-R = TypeVar("R")
+
+class Begun(Protocol):
+    """A request that has begun."""
+
+    key: str
+
+    def let_go(self) -> None:
+        """It is over. It and its parts refer to one another no more: with a long prompt they would stay until a full
+        collection of garbage, which comes the later the more is alive."""
+
+
+R = TypeVar("R", bound=Begun)
 
 
 class EngineLost(Exception):
@@ -178,6 +189,11 @@ class EngineThread(ABC, Generic[R]):
         self._runs[request.key] = run
         self._prompt_tokens += len(request.prompt_ids) + sum(map(len, request.inputs))
         self._enter(run, request, events)
+
+    def _forget(self, run: R) -> None:
+        """It has ended."""
+        del self._runs[run.key]
+        run.let_go()
 
     def _publish(self, events: list[TokenEvent]) -> None:
         if self._stopping:

@@ -26,6 +26,9 @@ class EncoderRun:
         self.left = len(self.inputs)  # that have no vector yet
         self.tokens = sum(map(len, request.inputs))
 
+    def let_go(self) -> None:
+        self.inputs = []
+
 
 class EncoderInput:
     """One of them. It waits in the ledger, or is in the round."""

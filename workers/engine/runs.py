@@ -61,8 +61,11 @@ class Run:
 
     @property
     def entered(self) -> bool:
-        """Whether a choice has ever been in the batch."""
-        return any(choice.cached >= 0 for choice in self.choices)
+        """Whether a choice has ever been in the batch, or none is left to be."""
+        return not self.choices or any(choice.cached >= 0 for choice in self.choices)
+
+    def let_go(self) -> None:
+        self.choices = []
 
     def opening(self, choice: Choice) -> list[TokenEvent]:
         """What is known of a choice before any step.

@@ -212,14 +212,14 @@ class VllmEngine(Generates, EngineThread[Run]):
     ) -> None:
         events.append(choice.run.event(choice, ids, texts, scores))
         if choice.run.open == 0:
-            del self._runs[choice.run.key]
+            self._forget(choice.run)
 
     def _end(self, run: Run) -> None:
-        del self._runs[run.key]
         for choice in run.choices:
             if choice in choice.account.queue(choice.detached):
                 self._ledger.remove(choice)
         self._abort([choice for choice in run.choices if _name(choice) in self._running])
+        self._forget(run)
 
     def _abort(self, choices: list[Choice]) -> None:
         names = [_name(choice) for choice in choices]

@@ -1,6 +1,7 @@
 """The engine of vectors over a model that the test controls: ends, faults, cancels, refusals."""
 
 import asyncio
+import gc
 import itertools
 import math
 import struct
@@ -19,7 +20,7 @@ from workers.engine.encoder_engine import EncoderEngine
 from workers.engine.engine_thread import LOST
 from workers.engine.load import LoadRefused, load_engine
 from workers.engine.request import EngineInfo, EngineRequest, TokenEvent
-from workers.engine.rounds import RoundLimits
+from workers.engine.rounds import EncoderInput, RoundLimits
 
 ENCODER = Encoder(dimensions=2, length=32, positions=64, pooling="mean_tokens", normalized=False, shorter=(1,))
 INFO = EngineInfo(max_model_len=32, slots=4, blocks_total=0, device="test", dtype="none")
@@ -233,3 +234,19 @@ def test_a_model_that_was_not_trained_for_it_is_not_cut() -> None:
     engine.prepare_inputs(Embedding([[1]], dimensions=2))
     with pytest.raises(Unsupported, match="not trained"):
         engine.prepare_inputs(Embedding([[1]], dimensions=1))
+
+
+def test_what_has_ended_is_freed_without_a_collection_of_garbage() -> None:
+    async def work(engine: EncoderEngine, events: list[TokenEvent]) -> None:
+        engine.submit(asked("a", [[1], [2]]))
+        engine.submit(asked("failed", [[99]]))  # its vector is not finite
+        await until(lambda: sum(event.usage is not None or event.error is not None for event in events) == 2)
+        await idle(engine)
+        await until(lambda: not any(type(each) is EncoderInput for each in gc.get_objects()))
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(Sums(), work)
+    finally:
+        gc.enable()

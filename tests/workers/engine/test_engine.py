@@ -1,6 +1,7 @@
 """The engine thread: events, ends, cancels, choices, resumes, and steps that raise."""
 
 import asyncio
+import gc
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from shared.errors import BadRequest, ContextLength
 from shared.wire import ChatMessage, Input, Sampling, Usage
 from workers.engine.engine import UNREAD_STEPS_MAX, BatchEngine, Drawn
 from workers.engine.request import EngineRequest, TokenEvent
+from workers.engine.runs import Choice
 from workers.engine.scheduler import StepPlan
 from workers.engine.sim import WORDS
 
@@ -435,5 +437,24 @@ def test_a_key_can_be_used_again_after_its_end() -> None:
             await driver.ended("a")
             assert driver.outcomes["a"].ids == {0: numbers(first, 3)}
         driver.engine.stop()
+
+    asyncio.run(main())
+
+
+def test_what_has_ended_is_freed_without_a_collection_of_garbage() -> None:
+    async def main() -> None:
+        driver = Driver(counting_engine(CountingRunner()))
+        gc.collect()
+        gc.disable()  # a prompt would stay until it comes round
+        try:
+            driver.submit(request("two", [5], n=2), request("cancelled", [7], max_tokens=900))
+            await driver.until(lambda: driver.outcomes["cancelled"].ids)
+            driver.engine.cancel("cancelled")
+            await driver.ended("two")
+            await driver.idle()
+            assert [each.key for each in gc.get_objects() if type(each) is Choice] == []
+        finally:
+            gc.enable()
+            driver.engine.stop()
 
     asyncio.run(main())
