@@ -118,7 +118,7 @@ class Worker:
 
     async def _warm_up(self, leases: LeaseKeeper) -> None:
         """Get ready for any model, and wait for one. Raises Cancelled when told to stop."""
-        await self._until_stopped(asyncio.to_thread(self._timed, "imports", warm_up))
+        await self._until_stopped(asyncio.to_thread(lasting, lambda: self._timed("imports", warm_up)))
         self._state = "warm"  # unless it has been assigned one meanwhile: see `lease`
         leases.changed()
         log.info("warm after %.1f s: %s", time.time() - self._born, self._show_phases())
@@ -136,7 +136,7 @@ class Worker:
         begin = time.monotonic()
         version = await self._record(bus)
         self._config = engine_digest(version.engine)
-        engine = await self._until_stopped(asyncio.to_thread(self._load, version))
+        engine = await self._until_stopped(asyncio.to_thread(lasting, lambda: self._load(version)))
         metrics.watch(engine)
         shares = TenantShares()
         await shares.start(bus)
@@ -269,6 +269,20 @@ class Worker:
 
     def _show_phases(self) -> str:
         return " ".join(f"{name}={seconds:.2f}s" for name, seconds in self._phases.items())
+
+
+def lasting(work: Callable[[], T]) -> T:
+    """Do what makes things that stay, such as imports: collections of garbage do not walk them, meanwhile or later.
+
+    A full one would take 0.15 s with what a model needs, and there are some while it is imported.
+    """
+    gc.disable()
+    try:
+        return work()
+    finally:
+        gc.collect()  # it may have gone round a tensor
+        gc.freeze()
+        gc.enable()
 
 
 def main(settings: Settings, worker_id: str, wanted: Assign | None) -> int:
