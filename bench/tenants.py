@@ -211,6 +211,7 @@ async def run(options: argparse.Namespace) -> bool:
             engine=EngineSettings(slots=options.slots, prefill_chunk=options.prefill_chunk),
             queue_deadline_s=3600.0,
             generation_deadline_s=3600.0,
+            torch_threads=options.torch_threads,
         )
         async with fleet:
             bench = Bench(fleet, options)
@@ -235,6 +236,7 @@ def main() -> None:
         "--prefill-chunk", type=int, default=EngineSettings().prefill_chunk, help="prompt tokens a step"
     )
     parser.add_argument("--model", type=Path, help="directory of a real model instead")
+    parser.add_argument("--torch-threads", type=int, default=0, help="of a worker's; 0: by its cores")
     parser.add_argument("--what", nargs="+", choices=["flood", "shares"], default=["flood", "shares"])
     parser.add_argument("--samples", type=int, default=500, help="requests of the quiet tenant, each time")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between them")

@@ -10,10 +10,12 @@ CHAOS = str(Path(__file__).parents[1] / "chaos.py")
 # groups run one after the other, the lanes of a group side by side, the runs of a lane one after the other
 GROUPS: list[list[list[tuple[str, int, float, int]]]] = [  # scenario, faults, minutes, cancels
     [[("workers", 1000, 0, 0)]],
-    [[("load", 0, 10, 0)], [("cluster", 30, 0, 0), ("stop", 30, 0, 0), ("cut", 15, 0, 0)]],
+    [
+        [("load", 0, 15, 0)],
+        [("cluster", 30, 0, 0), ("stop", 30, 0, 0), ("cut", 15, 0, 0), ("rolling", 18, 0, 0), ("ingress", 100, 0, 0)],
+    ],
     [[("nats", 100, 0, 0)], [("controller", 200, 0, 0)]],  # every other fault of the controller's is a worker
-    [[("ingress", 100, 0, 0)]],
-    [[("cancels", 0, 0, 10_000), ("rolling", 18, 0, 0)]],
+    [[("cancels", 0, 0, 10_000)]],
 ]
 
 
