@@ -5,10 +5,10 @@
 
 Real processes: NATS, a controller, workers; the requesters of all tenants are in this one. First the quiet tenant is
 alone, then the loud one keeps the batch full with nothing waiting, then it keeps 500 long generations open, and then it does
-so as a requester of its own over NATS. Two full steps are added to the first to have the second bound: a full step, which
-carries prompts beside the whole batch, takes the 99th percentile of what is between two tokens of the second. Then five
-tenants with weights 1 to 5 are backlogged, once by lanes, and once first come, first served (a burst without limit), in turn.
-docs/tenancy.md has the figures. The exit status is 1 where a bound is missed.
+so as a requester of its own over NATS. Two full steps are added to the first to have the second bound: a full step is the
+median of what is between two tokens of the second. Then five tenants with weights 1 to 5 are backlogged, once by lanes,
+and once first come, first served (a burst without limit), in turn. docs/tenancy.md has the figures. The exit status is 1
+where a bound is missed.
 """
 
 import argparse
@@ -154,7 +154,7 @@ class Bench:
                 found = await self.quiet_ttft(options.samples)
             p99[name] = quantile_ms(found, 0.99)
             steps = [quantile_ms(self.step_s or [0.0], fraction) for fraction in (0.5, 0.99)]
-            full_step_ms = full_step_ms or steps[1]
+            full_step_ms = full_step_ms or steps[0]
             row = f"{quantile_ms(found, 0.5):.1f} / {p99[name]:.1f} | {steps[0]:.1f} / {steps[1]:.1f}"
             print(f"| {name} | {count} | {waiting} | {row} |", flush=True)
         solo, full, *floods = p99.values()
