@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 STARTS = 3
+CALM_WITHIN_S = 60.0
 QUESTION = {
     "model": "m",
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -42,10 +43,14 @@ class Stack:
 
     def calm(self) -> str:
         """Wait until there is no worker but the warm ones; the stack's URL."""
+        deadline = time.monotonic() + CALM_WITHIN_S
         while True:
             status = self.status()
-            if [each["state"] for each in status["workers"]] == ["warm"] * self._warm_workers:
+            states = [each["state"] for each in status["workers"]]
+            if states == ["warm"] * self._warm_workers:
                 return str(status["http"])
+            if time.monotonic() > deadline:
+                raise SystemExit(f"there are workers that do not end: {states}")
             time.sleep(0.3)
 
 
